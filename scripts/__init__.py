@@ -1,0 +1,1 @@
+"""Maintenance programs that are run from a checkout and are not part of the installed package."""

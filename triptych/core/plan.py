@@ -1,0 +1,131 @@
+"""The plan: what the router freezes once and every stage reads.
+
+A plan holds the prompt as *compact* ids, in which each run of embedding rows is one placeholder token, and the items
+whose embeddings go there. `triptych.core.expansion` turns it into the full sequence, on every stage alike.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+IDENTITY_BYTES = 32
+
+
+class Modality(enum.Enum):
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+class EmbeddingSource(enum.Enum):
+    """Where the consumer of an embedding got it from (the label of `triptych_embedding_source_total`)."""
+
+    REMOTE = "remote"
+    CACHE = "cache"
+    RADIX = "radix"
+    LOCAL = "local"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """A run of consecutive embedding rows; ONE placeholder in the compact ids.
+
+    Attributes:
+        compact_index: index of the placeholder in the compact ids.
+        offset: index of the run's first token in the expanded prompt.
+        length: tokens in the run, at least 1.
+    """
+
+    compact_index: int
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Patches before merging: frames (or temporal groups), rows, columns."""
+
+    t: int
+    h: int
+    w: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One picture, video or audio clip. `ranges` ascend and do not overlap; their lengths sum to `num_tokens`."""
+
+    modality: Modality
+    identity: bytes
+    num_tokens: int
+    ranges: tuple[TokenRange, ...]
+    grid: Grid
+    media_bytes: int = 0
+    width_px: int = 0
+    height_px: int = 0
+
+    @property
+    def offset(self) -> int:
+        return self.ranges[0].offset
+
+    @property
+    def end(self) -> int:
+        return self.ranges[-1].end
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Temperature 0 is greedy; `stop_token_ids` includes the model's own end tokens."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An immutable request. `timeout_s` is what was left of its time when it was sent to this stage."""
+
+    compact_ids: tuple[int, ...]
+    items: tuple[Item, ...]
+    sampling: Sampling
+    timeout_s: float
+    cache_salt: bytes = b""
+    model_fingerprint: bytes = b""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        placeholders = sum(len(item.ranges) for item in self.items)
+        return len(self.compact_ids) - placeholders + sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Prompt and longest possible answer."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A sampled token; `index` counts from 0 at the first token of the answer."""
+
+    index: int
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
