@@ -1,0 +1,55 @@
+"""What a worker tells about itself."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from triptych.core.ids import WorkerRef
+
+
+class Role(enum.Enum):
+    ENCODER = "encoder"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One process; the domain form of the wire's WorkerRecord.
+
+    Attributes:
+        roles: one role, or all three in a `mono` worker.
+        grpc_address: host:port of its gRPC server.
+        host_id: equal on all workers that can share memory.
+        transports: data-plane transports that it can do, best first.
+        num_pages, page_tokens, max_sequence_tokens: KV capacity; 0 for encoders.
+        parameter_counts: parameters loaded by part ("vision", "language").
+    """
+
+    worker_id: str
+    epoch: int
+    roles: frozenset[Role]
+    state: WorkerState
+    grpc_address: str
+    metrics_address: str = ""
+    model_name: str = ""
+    model_fingerprint: bytes = b""
+    host_id: str = ""
+    transports: tuple[str, ...] = ()
+    pid: int = 0
+    num_pages: int = 0
+    page_tokens: int = 0
+    max_sequence_tokens: int = 0
+    parameter_counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> WorkerRef:
+        return WorkerRef(self.worker_id, self.epoch)
