@@ -1,0 +1,82 @@
+"""Qwen2.5-VL: dynamic resolution, window attention in the tower, M-RoPE with three sections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from triptych.core.errors import MediaInvalid, ModalityUnsupported
+from triptych.core.plan import Grid, Item, Modality
+from triptych.mm.mrope import PositionArray, mrope_positions
+from triptych.model.adapters.base import Adapter, ItemLayout, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from triptych.model.parts import LanguagePart, VisionPart
+
+MAX_ASPECT_RATIO = 200
+
+
+def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """The size the Qwen processor resizes to: both sides multiples of `unit_px`, area within the bounds, ratio kept.
+
+    The rule is the one in the model's public image processor ("smart resize"): round to the unit; when that leaves the
+    bounds, scale both sides by the square root of the excess and round inwards.
+    """
+    height = round(height_px / unit_px) * unit_px
+    width = round(width_px / unit_px) * unit_px
+    if height * width > max_pixels:
+        shrink = math.sqrt(height_px * width_px / max_pixels)
+        height = max(unit_px, math.floor(height_px / shrink / unit_px) * unit_px)
+        width = max(unit_px, math.floor(width_px / shrink / unit_px) * unit_px)
+    elif height * width < min_pixels:
+        grow = math.sqrt(min_pixels / (height_px * width_px))
+        height = math.ceil(height_px * grow / unit_px) * unit_px
+        width = math.ceil(width_px * grow / unit_px) * unit_px
+    return height, width
+
+
+class Qwen25VLAdapter(Adapter):
+    architecture: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__(model_dir)
+        processor = read_json(model_dir / "preprocessor_config.json")
+        self.patch_px = int(processor["patch_size"])
+        self.merge_size = int(processor["merge_size"])
+        size = processor.get("size") or {}
+        self.min_pixels = int(processor.get("min_pixels") or size["shortest_edge"])
+        self.max_pixels = int(processor.get("max_pixels") or size["longest_edge"])
+
+    def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
+        if min(width_px, height_px) < 1:
+            raise MediaInvalid("the picture has no pixels")
+        if max(width_px, height_px) > MAX_ASPECT_RATIO * min(width_px, height_px):
+            raise MediaInvalid(
+                f"the picture is {width_px}x{height_px}; its longer side may be at most {MAX_ASPECT_RATIO} times the shorter"
+            )
+        unit_px = self.patch_px * self.merge_size
+        height, width = resized_to_grid(height_px, width_px, unit_px, self.min_pixels, self.max_pixels)
+        grid = Grid(1, height // self.patch_px, width // self.patch_px)
+        return ItemLayout(grid, (grid.h * grid.w // self.merge_size**2,))
+
+    def placeholder_id(self, modality: Modality) -> int:
+        if modality is not Modality.IMAGE:
+            raise ModalityUnsupported(f"{modality.value} input is not served yet; send pictures and text")
+        return int(self.config["image_token_id"])
+
+    def positions(self, num_tokens: int, items: Sequence[Item]) -> tuple[PositionArray, int]:
+        return mrope_positions(num_tokens, items, self.merge_size)
+
+    def load_vision(self, dtype: torch.dtype, device: torch.device) -> VisionPart:
+        from triptych.model.qwen_vl_parts import load_qwen25_vision
+
+        return load_qwen25_vision(self, dtype, device)
+
+    def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
+        from triptych.model.qwen_vl_parts import load_qwen25_language
+
+        return load_qwen25_language(self, dtype, device)
