@@ -1,0 +1,124 @@
+"""Every metric of every process, declared here and nowhere else; `docs/metrics.md` says what to do about each.
+
+Names carry the prefix `triptych_` and base units. Labels take few values that we choose: never a request id, a hash,
+an address or anything that a caller wrote. A process exposes all of them; those of other stages stay at zero.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest, start_http_server
+
+TARGET_GROWTH = 1.15
+FAR_GROWTH = 1.6
+
+
+def buckets(low: float, high: float, growth: float = TARGET_GROWTH) -> tuple[float, ...]:
+    """Upper bounds from `low`, each at most `growth` times the one before, ending with exactly `high`."""
+    bounds = [low]
+    while bounds[-1] * growth < high:
+        bounds.append(float(f"{bounds[-1] * growth:.4g}"))
+    return (*bounds, high)
+
+
+def around(low: float, near_low: float, near_high: float, high: float) -> tuple[float, ...]:
+    """Fine bounds where targets lie (`near_low` to `near_high`), coarse ones out to `low` and `high`."""
+    before = buckets(low, near_low, FAR_GROWTH)[:-1]
+    return (*before, *buckets(near_low, near_high), *buckets(near_high, high, FAR_GROWTH)[1:])
+
+
+_STEP_BUCKETS = around(0.0005, 0.002, 0.5, 10.0)
+
+# --- router -----------------------------------------------------------------------------------------------------------
+
+REQUESTS = Counter("triptych_requests_total", "HTTP requests answered", ("endpoint", "status"))
+REQUEST_ERRORS = Counter("triptych_request_errors_total", "Requests that ended in an error", ("code",))
+TTFT_SECONDS = Histogram(
+    "triptych_ttft_seconds",
+    "From the arrival of a request to its first token",
+    buckets=around(0.005, 0.02, 5.0, 120.0),
+)
+INTER_TOKEN_SECONDS = Histogram(
+    "triptych_inter_token_seconds",
+    "Between two tokens of one answer",
+    buckets=around(0.0005, 0.002, 0.3, 10.0),
+)
+REQUEST_SECONDS = Histogram(
+    "triptych_request_seconds",
+    "From the arrival of a request to the end of its answer",
+    buckets=around(0.01, 0.1, 30.0, 600.0),
+)
+ROUTER_QUEUE_DEPTH = Gauge("triptych_router_queue_depth", "Requests that wait for room in the cluster")
+ROUTER_INFLIGHT = Gauge("triptych_router_inflight_requests", "Requests that are being served")
+PROMPT_TOKENS = Counter("triptych_prompt_tokens_total", "Prompt tokens of admitted requests, embedding rows included")
+COMPLETION_TOKENS = Counter("triptych_completion_tokens_total", "Tokens answered")
+MEDIA_ITEMS = Counter("triptych_media_items_total", "Pictures, videos and audio clips received", ("modality",))
+
+# --- encoder ----------------------------------------------------------------------------------------------------------
+
+ENCODER_ITEMS = Counter("triptych_encoder_items_total", "Items finished, by where the embedding came from", ("source",))
+ENCODER_PATCHES = Counter("triptych_encoder_patches_total", "Patches that went through the vision tower")
+ENCODER_EMBEDDING_TOKENS = Counter("triptych_encoder_embedding_tokens_total", "Embedding rows computed")
+ENCODER_BATCH_SECONDS = Histogram(
+    "triptych_encoder_batch_seconds",
+    "One batch through the vision tower",
+    buckets=around(0.001, 0.005, 2.0, 30.0),
+)
+ENCODER_BATCH_ITEMS = Histogram(
+    "triptych_encoder_batch_items",
+    "Items in one batch of the vision tower",
+    buckets=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64),
+)
+ENCODER_QUEUE_DEPTH = Gauge("triptych_encoder_queue_depth", "Items that wait to be encoded")
+EMBEDDING_CACHE_BYTES = Gauge("triptych_embedding_cache_bytes", "Bytes held by the embedding cache")
+EMBEDDING_CACHE_REQUESTS = Counter(
+    "triptych_embedding_cache_requests_total", "Look-ups in the embedding cache", ("result",)
+)
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+PREFILL_TOKENS = Counter("triptych_prefill_tokens_total", "Prompt tokens, computed or taken from the cache", ("kind",))
+PREFILL_QUEUE_DEPTH = Gauge("triptych_prefill_queue_depth", "Sequences that wait for a reservation")
+PREFILL_RUNNING = Gauge("triptych_prefill_running_sequences", "Sequences that hold a reservation")
+EMBEDDING_SOURCE = Counter(
+    "triptych_embedding_source_total", "Embeddings consumed, by where they came from", ("source",)
+)
+LANDING_BYTES = Gauge("triptych_landing_bytes", "Bytes of the landing arena for embeddings", ("state",))
+RADIX_PAGES = Gauge("triptych_radix_pages", "KV pages held by the radix tree")
+RADIX_LOOKUP_TOKENS = Counter("triptych_radix_lookup_tokens_total", "Prompt tokens looked up", ("result",))
+RADIX_EVICTED_PAGES = Counter("triptych_radix_evicted_pages_total", "KV pages evicted from the radix tree")
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+DECODE_TOKENS = Counter("triptych_decode_tokens_total", "Tokens sampled by decode steps")
+DECODE_RUNNING = Gauge("triptych_decode_running_sequences", "Sequences in the decode batch")
+DECODE_WAITING_KV = Gauge("triptych_decode_waiting_kv_sequences", "Granted sequences whose KV has not come yet")
+GRANTS = Counter("triptych_grants_total", "Answers to requests for KV room", ("result",))
+KV_PAGES = Gauge("triptych_kv_pages", "Pages of the KV pool", ("state",))
+
+# --- common -----------------------------------------------------------------------------------------------------------
+
+STEP_SECONDS = Histogram("triptych_step_seconds", "One step of an engine", ("stage",), buckets=_STEP_BUCKETS)
+STEP_TOKENS = Histogram(
+    "triptych_step_tokens", "Tokens in one step of an engine", ("stage",), buckets=buckets(1, 16384, 1.4)
+)
+EMBEDDING_TRANSFER_BYTES = Counter(
+    "triptych_embedding_transfer_bytes_total", "Bytes of embeddings written to a landing arena", ("transport",)
+)
+KV_TRANSFER_BYTES = Counter("triptych_kv_transfer_bytes_total", "Bytes of KV written to a decode pool", ("transport",))
+FALLBACKS = Counter("triptych_fallbacks_total", "Times that a second-best way was taken", ("reason",))
+MODEL_PARAMETERS = Gauge("triptych_model_parameters", "Parameters loaded", ("part",))
+ERRORS = Counter("triptych_errors_total", "Errors raised inside a stage", ("stage", "code"))
+
+
+def exposition() -> tuple[bytes, str]:
+    """All metrics of this process in Prometheus' text format, and its content type."""
+    return generate_latest(), CONTENT_TYPE_LATEST
+
+
+def serve_metrics(host: str, port: int) -> int:
+    """Serves the metrics on a daemon thread until the process ends.
+
+    Returns the port, which the system chose if `port` is 0. Raises OSError when it cannot be bound.
+    """
+    server, _thread = start_http_server(port, addr=host)
+    return int(server.server_port)
