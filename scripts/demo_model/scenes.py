@@ -158,11 +158,11 @@ def grid_of(width: int, height: int) -> Grid:
     rows, columns = round(height / TOKEN_PIXELS), round(width / TOKEN_PIXELS)
     pixels = rows * columns * TOKEN_PIXELS**2
     if pixels > MAX_PIXELS:
-        shrink = math.sqrt(height * width / MAX_PIXELS) * TOKEN_PIXELS
-        return max(1, math.floor(height / shrink)), max(1, math.floor(width / shrink))
+        beta = math.sqrt((height * width) / MAX_PIXELS)
+        return max(1, math.floor(height / beta / TOKEN_PIXELS)), max(1, math.floor(width / beta / TOKEN_PIXELS))
     if pixels < MIN_PIXELS:
-        stretch = math.sqrt(MIN_PIXELS / (height * width)) / TOKEN_PIXELS
-        return math.ceil(height * stretch), math.ceil(width * stretch)
+        beta = math.sqrt(MIN_PIXELS / (height * width))
+        return math.ceil(height * beta / TOKEN_PIXELS), math.ceil(width * beta / TOKEN_PIXELS)
     return rows, columns
 
 
@@ -192,8 +192,9 @@ def _pairs(rng: random.Random, count: int) -> list[tuple[str, str]]:
 
 
 def _slot_item(rng: random.Random, slots: Sequence[str], slot: str, thing: tuple[str, str]) -> Item:
-    far, radius, along = (0.31, rng.uniform(0.115, 0.15), 0.02) if len(slots) == 5 else (
-        0.33, rng.uniform(0.17, 0.24), 0.015)
+    crossed = len(slots) == len(CROSS_SLOTS)
+    radius = rng.uniform(0.115, 0.15) if crossed else rng.uniform(0.17, 0.24)
+    far, along = (0.31, 0.02) if crossed else (0.33, 0.015)
     dx = {"left": -far, "right": far}.get(slot, 0.0) + rng.uniform(-along, along)
     dy = {"top": -far, "bottom": far}.get(slot, 0.0) + rng.uniform(-along, along)
     return _item(rng, thing[0], thing[1], (0.5 + dx, 0.5 + dy), radius, slot)
