@@ -1,0 +1,107 @@
+"""What the two ends of the data plane say to each other, as domain values. `frames.py` puts them on the wire."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from triptych.core.ids import AttemptRef
+from triptych.core.plan import EmbeddingSource, Token
+from triptych.transport.shm import SharedSegment
+
+
+class ArenaKind(enum.Enum):
+    EMBEDDING = "embedding"
+    KV = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The memory that a receiver lets others write into.
+
+    Attributes:
+        kind: what lands there.
+        layout_fingerprint: 32 bytes from `layout.py`; a sender with another one is refused.
+        buffer: the whole arena, writable bytes.
+        segment: the shared segment behind `buffer`; None when only this process can reach it (then only `inproc`).
+    """
+
+    kind: ArenaKind
+    layout_fingerprint: bytes
+    buffer: memoryview = field(repr=False)
+    segment: SharedSegment | None = None
+
+    @staticmethod
+    def shared(kind: ArenaKind, layout_fingerprint: bytes, segment: SharedSegment) -> Arena:
+        return Arena(kind, layout_fingerprint, segment.buffer, segment)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGrant:
+    """Room for one item's embedding; `offset` and `num_bytes` are within the receiver's arena.
+
+    `capability` (16 random bytes) and `generation` are shown again at commit.
+    """
+
+    slot_id: int
+    offset: int
+    num_bytes: int
+    generation: int
+    capability: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HaveIt:
+    """The receiver needs nothing for the item and keeps what it promises until the request's prefill ends."""
+
+    source: EmbeddingSource
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAsked:
+    ref: AttemptRef
+    item_index: int
+    identity: bytes
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BindAsked:
+    ref: AttemptRef
+    grant_id: str
+    capability: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCommitted:
+    ref: AttemptRef
+    item_index: int
+    slot_id: int
+    generation: int
+    capability: bytes = field(repr=False)
+    num_bytes: int
+    checksum: int
+    source: EmbeddingSource
+
+
+@dataclass(frozen=True, slots=True)
+class KvCommitted:
+    ref: AttemptRef
+    grant_id: str
+    generation: int
+    capability: bytes = field(repr=False)
+    num_tokens: int
+    num_bytes: int
+    first_token: Token
+    position_delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAsked:
+    ref: AttemptRef
+    grant_id: str | None
+    reason: str
+
+
+Asked = SlotAsked | BindAsked | EmbeddingCommitted | KvCommitted | AbortAsked
