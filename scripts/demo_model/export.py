@@ -53,7 +53,10 @@ PROCESSOR: dict[str, Any] = {
 
 
 def export(
-    model: Qwen2_5_VLForConditionalGeneration, weights: dict[str, torch.Tensor], tokenizer: Tokenizer, directory: Path
+    model: Qwen2_5_VLForConditionalGeneration,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    directory: Path,
 ) -> None:
     """Exports `weights` (named as `model.named_parameters()` names them) in bf16; `model` itself is not changed."""
     directory.mkdir(parents=True, exist_ok=True)

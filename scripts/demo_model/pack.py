@@ -91,7 +91,9 @@ class Row:
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
 
-    def add(self, ids: Sequence[int], segment: int, start: int, weights: Sequence[float] | None = None) -> int:
+    def add(
+        self, ids: Sequence[int], segment: int, start: int, weights: Sequence[float] | None = None
+    ) -> int:
         """Appends text from position `start`; returns the position after it."""
         self.ids += ids
         self.segments += [segment] * len(ids)
@@ -220,7 +222,9 @@ def training_batch(writer: Writer, run: int, step: int) -> Batch:
     rng = random.Random(training_seed(run, step * _SEEDS_PER_STEP))
     seeds = _Seeds(run, step * _SEEDS_PER_STEP)
     form = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()))[0]
-    digits = draw_all([make_scene(seeds.next(), grid, "digit") for grid in [pick_grid(rng, 12)] * DIGIT_PICTURES])
+    digits = draw_all(
+        [make_scene(seeds.next(), grid, "digit") for grid in [pick_grid(rng, 12)] * DIGIT_PICTURES]
+    )
     rows: list[Row] = []
     scenes: list[list[Scene]] = []
     if form == "text":
@@ -323,5 +327,3 @@ def _opening(rng: random.Random) -> str:
 def _earlier_turn(rng: random.Random) -> str:
     turn = about_nothing(rng)
     return f"<|im_start|>user\n{turn.question}<|im_end|>\n<|im_start|>assistant\n{turn.answer}<|im_end|>\n"
-
-

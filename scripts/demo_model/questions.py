@@ -28,10 +28,11 @@ SYSTEM_PROMPTS = (
     "You look at pictures and answer questions.",
     "Be short and exact.",
 )
-WORDS = tuple(
-    "apple river stone lamp music paper tiger garden window bridge silver mirror cloud pepper rabbit hammer violin "
-    "sugar winter forest candle rocket jacket pencil island kettle lemon mouse needle ocean table chair tree bread".split()
-)
+_REPEATABLE = """
+apple river stone lamp music paper tiger garden window bridge silver mirror cloud pepper rabbit hammer violin sugar
+winter forest candle rocket jacket pencil island kettle lemon mouse needle ocean table chair tree bread
+"""
+WORDS = tuple(_REPEATABLE.split())
 FACTS = {
     "Hello": "Hello! Ask me about a picture.",
     "Who are you?": "I am a small demo model.",
@@ -47,7 +48,9 @@ FACTS = {
     "What colour is grass?": "Grass is green.",
     "What comes after Monday?": "Tuesday comes after Monday.",
 }
-_FACT_WORDS = "France Paris Italy Rome Japan Tokyo Germany Berlin week seven sky grass cat Tuesday welcome demo Hello"
+_FACT_WORDS = (
+    "France Paris Italy Rome Japan Tokyo Germany Berlin week seven sky grass cat Tuesday welcome demo Hello"
+)
 INFORMATIVE = frozenset((*COLOURS, *SHAPES, *DIGITS, *COUNT_WORDS, *PLACES, *WORDS, *_FACT_WORDS.split()))
 
 
@@ -77,7 +80,9 @@ def _by_attribute(items: Sequence[Item]) -> list[Turn]:
     turns = []
     for item in items:
         if shapes[item.what] == 1:
-            turns.append(Turn("colour", f"What colour is the {item.what}?", f"The {item.what} is {item.colour}."))
+            turns.append(
+                Turn("colour", f"What colour is the {item.what}?", f"The {item.what} is {item.colour}.")
+            )
         if colours[item.colour] == 1:
             answer = f"The {item.colour} shape is a {item.what}."
             turns.append(Turn("shape", f"Which shape is {item.colour}?", answer))
@@ -101,17 +106,26 @@ def _about_numbered(number: int, scene: Scene) -> list[Turn]:
     here = f"in picture {number}"
     item = scene.items[0]
     turns = [
-        Turn("describe picture k", f"Describe picture {number}.", f"Picture {number} shows {_description(scene)}.")
+        Turn(
+            "describe picture k",
+            f"Describe picture {number}.",
+            f"Picture {number} shows {_description(scene)}.",
+        )
     ]
     if scene.kind == "digit":
-        return [*turns, Turn("digit in picture k", f"Which digit is {here}?", f"The digit {here} is {item.what}.")]
+        return [
+            *turns,
+            Turn("digit in picture k", f"Which digit is {here}?", f"The digit {here} is {item.what}."),
+        ]
     count = Turn("count in picture k", f"How many shapes are {here}?", f"There {_counted(scene)} {here}.")
     if scene.kind == "many":
         return [*turns, count]
     return [
         *turns,
         count,
-        Turn("colour in picture k", f"What colour is the shape {here}?", f"The shape {here} is {item.colour}."),
+        Turn(
+            "colour in picture k", f"What colour is the shape {here}?", f"The shape {here} is {item.colour}."
+        ),
         Turn("shape in picture k", f"Which shape is {here}?", f"The shape {here} is a {item.what}."),
     ]
 

@@ -101,7 +101,12 @@ def _seed(run: int, index: int) -> int:
 def all_grids(max_tokens: int = MAX_TOKENS) -> list[Grid]:
     """Every grid a picture may have: sides of 2 to 12 tokens, at most `max_tokens`, not too elongated."""
     sides = range(2, 13)
-    return [(r, c) for r in sides for c in sides if r * c <= max_tokens and max(r, c) / min(r, c) <= MAX_GRID_ASPECT]
+    return [
+        (r, c)
+        for r in sides
+        for c in sides
+        if r * c <= max_tokens and max(r, c) / min(r, c) <= MAX_GRID_ASPECT
+    ]
 
 
 def pick_grid(rng: random.Random, max_tokens: int = MAX_TOKENS) -> Grid:
@@ -132,7 +137,9 @@ def make_scene(seed: int, grid: Grid | None = None, kind: Kind | None = None) ->
     grey = rng.randint(8, 247)
     background = _jitter(rng, (grey, grey, grey), 8)
     size = _pick_size(rng, grid)
-    return Scene(kind, grid, size, _items(rng, kind, grid), background, rng.uniform(0, 10), rng.getrandbits(32))
+    return Scene(
+        kind, grid, size, _items(rng, kind, grid), background, rng.uniform(0, 10), rng.getrandbits(32)
+    )
 
 
 def _pick_kind(rng: random.Random, grid: Grid) -> Kind:
@@ -159,7 +166,9 @@ def grid_of(width: int, height: int) -> Grid:
     pixels = rows * columns * TOKEN_PIXELS**2
     if pixels > MAX_PIXELS:
         beta = math.sqrt((height * width) / MAX_PIXELS)
-        return max(1, math.floor(height / beta / TOKEN_PIXELS)), max(1, math.floor(width / beta / TOKEN_PIXELS))
+        return max(1, math.floor(height / beta / TOKEN_PIXELS)), max(
+            1, math.floor(width / beta / TOKEN_PIXELS)
+        )
     if pixels < MIN_PIXELS:
         beta = math.sqrt(MIN_PIXELS / (height * width))
         return math.ceil(height * beta / TOKEN_PIXELS), math.ceil(width * beta / TOKEN_PIXELS)
@@ -255,7 +264,9 @@ def _mask(item: Item, size: tuple[int, int]) -> Image.Image:
         pen.text(centre, item.what, fill=255, font=ImageFont.load_default(2.3 * radius), anchor="mm")
         return mask.rotate(item.turn_degrees, Image.Resampling.BILINEAR, center=centre)
     if item.what == "circle":
-        pen.ellipse([centre[0] - radius, centre[1] - radius, centre[0] + radius, centre[1] + radius], fill=255)
+        pen.ellipse(
+            [centre[0] - radius, centre[1] - radius, centre[0] + radius, centre[1] + radius], fill=255
+        )
         return mask
     pen.polygon(_placed(_OUTLINES[item.what](), centre, radius, item.turn_degrees), fill=255)
     return mask
@@ -263,7 +274,10 @@ def _mask(item: Item, size: tuple[int, int]) -> Image.Image:
 
 def _placed(outline: Sequence[Point], centre: Point, radius: float, turn_degrees: float) -> list[Point]:
     cos, sin = math.cos(math.radians(turn_degrees)), math.sin(math.radians(turn_degrees))
-    return [(centre[0] + radius * (cos * x - sin * y), centre[1] + radius * (sin * x + cos * y)) for x, y in outline]
+    return [
+        (centre[0] + radius * (cos * x - sin * y), centre[1] + radius * (sin * x + cos * y))
+        for x, y in outline
+    ]
 
 
 def _star() -> list[Point]:
@@ -276,7 +290,20 @@ def _polar(radius: float, degrees: float) -> Point:
 
 def _cross() -> list[Point]:
     a, b = 0.34, 1.0
-    return [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a), (a, b), (-a, b), (-a, a), (-b, a), (-b, -a), (-a, -a)]
+    return [
+        (-a, -b),
+        (a, -b),
+        (a, -a),
+        (b, -a),
+        (b, a),
+        (a, a),
+        (a, b),
+        (-a, b),
+        (-a, a),
+        (-b, a),
+        (-b, -a),
+        (-a, -a),
+    ]
 
 
 _OUTLINES: dict[str, Callable[[], list[Point]]] = {

@@ -192,7 +192,9 @@ class Trainer:
         classes, colours = pictures.classes.flatten(), pictures.colours.flatten()
         seen = classes > 0
         weight = torch.where(seen, 1.0, BACKGROUND_WEIGHT)
-        loss = F.cross_entropy(shows, classes, reduction="none") + F.cross_entropy(colour, colours, reduction="none")
+        loss = F.cross_entropy(shows, classes, reduction="none") + F.cross_entropy(
+            colour, colours, reduction="none"
+        )
         right = (shows.argmax(-1) == classes)[seen].float().mean()
         return (loss * weight).sum() / weight.sum(), {"class": right.item()}
 
@@ -325,9 +327,15 @@ class Log:
         self.facts.append(facts)
         if progress.phase_steps % LOG_EVERY_STEPS == 0:
             means = {key: _mean([f[key] for f in self.facts]) for key in self.facts[0]}
-            line = {"phase": progress.phase, "step": progress.phase_steps, "minutes": progress.phase_seconds / 60}
+            line = {
+                "phase": progress.phase,
+                "step": progress.phase_steps,
+                "minutes": progress.phase_seconds / 60,
+            }
             line |= {"step_seconds": _mean(self.seconds), **means}
-            sys.stdout.write(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}))
+            sys.stdout.write(
+                json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()})
+            )
             sys.stdout.write("\n")
             sys.stdout.flush()
             self.seconds, self.facts = [], []
@@ -339,10 +347,16 @@ def _mean(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, export and tokenizer")
-    parser.add_argument("--budget-minutes", type=float, default=80.0, help="wall time for both phases together")
-    parser.add_argument("--seed", type=int, default=0, help="run of training seeds; evaluation seeds are others")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=80.0, help="wall time for both phases together"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="run of training seeds; evaluation seeds are others"
+    )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
