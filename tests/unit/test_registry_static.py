@@ -1,0 +1,180 @@
+"""Membership through files: what readers see, and what the dead leave."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triptych.core.errors import StartupError
+from triptych.core.worker import Role, WorkerInfo, WorkerState
+from triptych.registry.lock import FileLock, is_held
+from triptych.registry.runtime import RuntimeFolder, default_runtime_path
+from triptych.registry.static import StaticRegistry
+
+WORKER = WorkerInfo(
+    worker_id="prefill-0",
+    epoch=2**62,
+    roles=frozenset({Role.PREFILL, Role.DECODE}),
+    state=WorkerState.STARTING,
+    grpc_address="127.0.0.1:8201",
+    metrics_address="127.0.0.1:9402",
+    model_name="demo-vl",
+    model_fingerprint=bytes(range(32)),
+    host_id="host",
+    transports=("shm", "zmq"),
+    pid=17,
+    num_pages=100,
+    page_tokens=16,
+    max_sequence_tokens=1600,
+    parameter_counts={"language": 2_300_000},
+)
+
+ANNOUNCER = """
+import sys, time
+from pathlib import Path
+from triptych.core.worker import Role, WorkerInfo, WorkerState
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
+
+registry = StaticRegistry(RuntimeFolder(Path(sys.argv[1])))
+registry.announce(WorkerInfo("decode-0", 5, frozenset({Role.DECODE}), WorkerState.READY, "127.0.0.1:8301"))
+print("announced", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RuntimeFolder:
+    return RuntimeFolder(tmp_path / "run")
+
+
+def _left_in(folder: RuntimeFolder) -> list[str]:
+    return sorted(path.name for path in folder.workers_path.iterdir())
+
+
+def test_a_record_survives_the_round_trip(folder: RuntimeFolder) -> None:
+    writer = StaticRegistry(folder)
+    writer.announce(WORKER)
+    assert StaticRegistry(folder).workers() == (WORKER,)
+    writer.withdraw()
+    writer.withdraw()
+    assert StaticRegistry(folder).workers() == ()
+    assert _left_in(folder) == []
+
+
+def test_a_change_of_state_is_seen_and_workers_is_a_cached_view(folder: RuntimeFolder) -> None:
+    writer, reader = StaticRegistry(folder), StaticRegistry(folder)
+    writer.announce(WORKER)
+    assert reader.workers()[0].state is WorkerState.STARTING
+    writer.set_state(WorkerState.READY)
+    assert reader.workers()[0].state is WorkerState.STARTING
+    assert reader.refresh()[0].state is WorkerState.READY
+    assert reader.workers() == (dataclasses.replace(WORKER, state=WorkerState.READY),)
+    writer.withdraw()
+
+
+async def test_all_who_wait_wake_on_a_change(folder: RuntimeFolder) -> None:
+    writer, reader = StaticRegistry(folder), StaticRegistry(folder)
+    reader.refresh()
+    async with asyncio.TaskGroup() as tasks:
+        polling = tasks.create_task(reader.run())
+        waiting = [tasks.create_task(reader.changed()) for _ in range(2)]
+        await asyncio.sleep(0)
+        writer.announce(WORKER)
+        assert await asyncio.gather(*waiting) == [(WORKER,), (WORKER,)]
+        polling.cancel()
+    writer.withdraw()
+
+
+def test_one_id_belongs_to_one_living_process(folder: RuntimeFolder) -> None:
+    first, second = StaticRegistry(folder), StaticRegistry(folder)
+    first.announce(WORKER)
+    with pytest.raises(StartupError, match="already runs"):
+        second.announce(WORKER)
+    first.withdraw()
+    second.announce(WORKER)
+    second.withdraw()
+
+
+@pytest.mark.parametrize("worker_id", ["", "../escape", "Encoder", "a/b", "a" * 64])
+def test_an_id_that_is_no_plain_name_is_refused(folder: RuntimeFolder, worker_id: str) -> None:
+    with pytest.raises(StartupError, match="lower-case"):
+        StaticRegistry(folder).announce(dataclasses.replace(WORKER, worker_id=worker_id))
+
+
+def test_the_killed_are_gone_at_once_and_the_sweep_removes_only_their_files(folder: RuntimeFolder) -> None:
+    alive = StaticRegistry(folder)
+    alive.announce(WORKER)
+    child = subprocess.Popen([sys.executable, "-c", ANNOUNCER, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "announced\n"
+        reader = StaticRegistry(folder)
+        assert [worker.worker_id for worker in reader.workers()] == ["decode-0", "prefill-0"]
+        assert reader.sweep() == []
+        os.kill(child.pid, signal.SIGKILL)
+    assert [worker.worker_id for worker in reader.refresh()] == ["prefill-0"]
+    assert "decode-0.json" in _left_in(folder)
+    assert reader.sweep() == ["decode-0"]
+    assert _left_in(folder) == ["prefill-0.json", "prefill-0.lock"]
+    alive.withdraw()
+
+
+def test_a_damaged_record_is_passed_over(folder: RuntimeFolder, caplog: pytest.LogCaptureFixture) -> None:
+    lock = FileLock.acquire(folder.workers_path / "bad-0.lock")
+    assert lock is not None
+    (folder.workers_path / "bad-0.json").write_text("{")
+    assert StaticRegistry(folder).workers() == ()
+    assert "cannot be read" in caplog.text
+    lock.release()
+
+
+def test_a_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    assert not is_held(path)
+    lock = FileLock.acquire(path)
+    assert lock is not None
+    assert is_held(path)
+    lock.release()
+    assert not path.exists()
+
+
+def test_the_token_is_minted_once_and_private(folder: RuntimeFolder) -> None:
+    token = folder.token()
+    assert len(token) == 64
+    assert RuntimeFolder(folder.path).token() == token
+    assert (folder.path / "token").stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in folder.path.iterdir()) == ["token", "workers"]
+
+
+def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o700)
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(StartupError, match="chmod 0700"):
+        RuntimeFolder(tmp_path / "open")
+
+
+def test_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(StartupError, match="not a folder"):
+        RuntimeFolder(tmp_path / "link")
+
+
+def test_an_exposed_token_is_refused(folder: RuntimeFolder) -> None:
+    folder.token()
+    (folder.path / "token").chmod(0o644)
+    with pytest.raises(StartupError, match="chmod 0600"):
+        folder.token()
+
+
+def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_runtime_path({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/triptych")
+    assert default_runtime_path({}) == Path(f"/tmp/triptych-{os.getuid()}")
