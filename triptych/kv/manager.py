@@ -1,0 +1,168 @@
+"""The cache manager: sole owner of a pool's pages and of the radix tree over them.
+
+Every page is in exactly one place:
+
+    free          in the allocator
+    cached        in the tree (locked or not)
+    owned         private to a sequence (its partial tail, a duplicate, or room for tokens to come)
+    leased        bound to a grant, being written by a prefill worker or read by the local decode
+    quarantined   its grant ended, but a peer may still write to it
+
+and  free + cached + owned + leased + quarantined = usable pages, always (`check_integrity`).
+Used by one thread only, the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from triptych.kv.allocator import PageAllocator
+from triptych.kv.radix import Node, RadixTree
+
+
+@dataclass(slots=True, eq=False)
+class SequencePages:
+    """A sequence's block table. Held by the sequence, changed by the manager only.
+
+    Attributes:
+        pages: page of each `page_tokens` tokens, in order.
+        path: the locked nodes of the tree along the sequence's full pages.
+        owned: which of `pages` are this sequence's own.
+        cached_tokens: prompt tokens that were in the cache at reservation.
+    """
+
+    root: bytes
+    pages: list[int]
+    path: list[Node]
+    owned: set[int]
+    cached_tokens: int
+    is_released: bool = field(default=False)
+
+
+class CacheManager:
+    """Reserves, shares and frees pages of one pool."""
+
+    def __init__(self, num_pages: int, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.tree = RadixTree(page_tokens)
+        self._allocator = PageAllocator(num_pages)
+        self._num_owned = 0
+        self._num_leased = 0
+        self._num_quarantined = 0
+        self._num_credited = 0
+        self.num_evicted = 0
+
+    @property
+    def num_usable(self) -> int:
+        return self._allocator.num_usable
+
+    @property
+    def num_available(self) -> int:
+        """Pages that a reservation could get now: free or evictable, less what credits have promised."""
+        return self._allocator.num_free + self.tree.num_unlocked - self._num_credited
+
+    def counts(self) -> dict[str, int]:
+        """Pages by state, the label values of `triptych_kv_pages`."""
+        return {
+            "free": self._allocator.num_free,
+            "cached": self.tree.num_pages,
+            "owned": self._num_owned,
+            "leased": self._num_leased,
+            "quarantined": self._num_quarantined,
+        }
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def match_tokens(self, root: bytes, ids: Sequence[int]) -> int:
+        """Prompt tokens that the cache holds, whole pages, never the last token (its logits are needed)."""
+        return len(self.tree.match(root, ids, len(ids) - 1)) * self.page_tokens
+
+    def reserve(self, root: bytes, ids: Sequence[int], num_tokens: int) -> SequencePages | None:
+        """Pages for `num_tokens` tokens that start with `ids`: the cached prefix is locked, the rest is the sequence's
+        own. All or nothing: None changes nothing."""
+        path = self.tree.match(root, ids, len(ids) - 1)
+        needed = self.pages_for(num_tokens) - len(path)
+        self.tree.lock(path)
+        if needed > self.num_available:
+            self.tree.unlock(path)
+            return None
+        fresh = self._take(needed)
+        self._num_owned += needed
+        cached_tokens = len(path) * self.page_tokens
+        return SequencePages(root, [node.page for node in path] + fresh, path, set(fresh), cached_tokens)
+
+    def share(self, sequence: SequencePages, ids: Sequence[int], num_written: int) -> None:
+        """Puts the sequence's full, written pages into the tree, so that others may use them from now on."""
+        for index in range(len(sequence.path), num_written // self.page_tokens):
+            start = index * self.page_tokens
+            key = tuple(ids[start : start + self.page_tokens])
+            parent = sequence.path[-1] if sequence.path else None
+            node, took_page = self.tree.insert(sequence.root, parent, key, sequence.pages[index])
+            sequence.path.append(node)
+            if took_page:
+                sequence.owned.discard(sequence.pages[index])
+                self._num_owned -= 1
+
+    def release(self, sequence: SequencePages) -> None:
+        """Ends the sequence's hold: own pages are free at once, shared ones stay cached. The caller has waited for the
+        last kernel that names them."""
+        if sequence.is_released:
+            return
+        sequence.is_released = True
+        self.tree.unlock(sequence.path)
+        self._allocator.free(sequence.owned)
+        self._num_owned -= len(sequence.owned)
+
+    def credit(self, num_pages: int) -> bool:
+        """Promises pages without naming them. False when they are not there."""
+        if num_pages > self.num_available:
+            return False
+        self._num_credited += num_pages
+        return True
+
+    def cancel_credit(self, num_pages: int) -> None:
+        self._num_credited -= num_pages
+        assert self._num_credited >= 0
+
+    def bind_credit(self, num_pages: int) -> list[int]:
+        """Turns a promise into leased pages."""
+        self.cancel_credit(num_pages)
+        self._num_leased += num_pages
+        return self._take(num_pages)
+
+    def free_leased(self, pages: Sequence[int]) -> None:
+        self._num_leased -= len(pages)
+        self._allocator.free(pages)
+
+    def quarantine_leased(self, pages: Sequence[int]) -> None:
+        """A peer may still write to these pages: nobody gets them until it is known that it will not."""
+        self._num_leased -= len(pages)
+        self._num_quarantined += len(pages)
+
+    def free_quarantined(self, pages: Sequence[int]) -> None:
+        self._num_quarantined -= len(pages)
+        self._allocator.free(pages)
+
+    def clear_cache(self) -> int:
+        """Evicts everything that nobody holds; returns how many pages."""
+        pages = self.tree.evict(self.tree.num_pages)
+        self._allocator.free(pages)
+        return len(pages)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a page is lost or in two places."""
+        assert sum(self.counts().values()) == self.num_usable, self.counts()
+        cached = [node.page for node in self.tree.nodes()]
+        assert len(cached) == len(set(cached)) == self.tree.num_pages
+        assert sum(node.locks == 0 for node in self.tree.nodes()) == self.tree.num_unlocked
+
+    def _take(self, count: int) -> list[int]:
+        short = count - self._allocator.num_free
+        if short > 0:
+            evicted = self.tree.evict(short)
+            assert len(evicted) == short, "the tree promised more pages than it gave"
+            self.num_evicted += short
+            self._allocator.free(evicted)
+        return self._allocator.allocate(count)

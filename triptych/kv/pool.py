@@ -1,0 +1,57 @@
+"""The tensors of a KV pool, and the copies into another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Shape of a pool: (layers, 2, pages, page_tokens, kv_heads, head_dim); index 0 of the second axis is K."""
+
+    num_layers: int
+    num_pages: int
+    page_tokens: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def dims(self) -> tuple[int, int, int, int, int, int]:
+        return (self.num_layers, 2, self.num_pages, self.page_tokens, self.num_kv_heads, self.head_dim)
+
+    def page_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers."""
+        return self.num_layers * 2 * self.page_tokens * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def pool_bytes(self, dtype: torch.dtype) -> int:
+        return self.num_pages * self.page_bytes(dtype)
+
+    def with_pages(self, num_pages: int) -> PoolShape:
+        return PoolShape(self.num_layers, num_pages, self.page_tokens, self.num_kv_heads, self.head_dim)
+
+
+def view_pool(buffer: memoryview, shape: PoolShape, dtype: torch.dtype) -> torch.Tensor:
+    """A pool over host memory (a mapped segment). The buffer must outlive the tensor. Raises ValueError when it is too
+    small."""
+    num_bytes = shape.pool_bytes(dtype)
+    if len(buffer) < num_bytes:
+        raise ValueError(f"a pool of {num_bytes} bytes does not fit {len(buffer)}")
+    return torch.frombuffer(buffer, dtype=dtype, count=num_bytes // dtype.itemsize).view(shape.dims)
+
+
+def copy_pages(
+    source: torch.Tensor, source_pages: Sequence[int], target: torch.Tensor, target_pages: Sequence[int]
+) -> int:
+    """Copies whole pages over all layers with one gather and one scatter; returns the bytes moved.
+
+    Source and target may live on different devices.
+    """
+    assert len(source_pages) == len(target_pages)
+    if not source_pages:
+        return 0
+    gathered = source[:, :, torch.tensor(source_pages, device=source.device)]
+    target[:, :, torch.tensor(target_pages, device=target.device)] = gathered.to(target.device)
+    return gathered.numel() * gathered.element_size()
