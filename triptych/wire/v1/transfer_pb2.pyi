@@ -70,18 +70,20 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes")
+    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_NAME_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAPPING_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     transport: str
     segment_name: str
     segment_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
+    mapping_id: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ...) -> None: ...
 
 class SlotRequest(_message.Message):
     __slots__ = ("ref", "item_index", "identity", "num_tokens", "num_bytes")
