@@ -1,0 +1,63 @@
+# Every target does its own set-up: a virtual environment in .venv with this project, editable.
+#
+#   PYTHON       the interpreter to make it with, 3.11 or later
+#   TORCH_SPEC   what pip installs first. Keep it within the bounds of pyproject.toml
+#   TORCH_INDEX  index that torch comes from. Empty: pip's own. PyPI's wheels for Linux bring gigabytes of CUDA, so
+#                without an NVIDIA GPU set this to the index of CPU wheels that PyTorch's "Get started" page names
+#   ARGS         passed on: make test ARGS="-k radix", make demo ARGS="--seed 7"
+
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-for-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint typecheck verify verify-parity proto clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(STAMP)  ## make the virtual environment
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or later is needed; set PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if [ -z "$(TORCH_INDEX)" ] && ! [ -e /dev/nvidiactl ]; then \
+	  echo "no NVIDIA GPU here: if the download below is large, set TORCH_INDEX to PyTorch's CPU wheels (see Makefile)"; fi
+	@echo "installing $(TORCH_SPEC), then the project, into $(VENV) ..."
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_SPEC)"
+	@$(PIP) -e ".[dev]"
+	@rm -f $(VENV)/.installed-for-*
+	@touch $@
+
+demo: $(STAMP)  ## start a cluster, ask it about pictures drawn now, check the answers
+	@$(BIN)/python -m scripts.demo $(ARGS)
+
+test: $(STAMP)  ## all tests that are meant for every change
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff, and the import rules of docs/architecture.md
+	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports
+
+typecheck: $(STAMP)  ## mypy, strict
+	@$(BIN)/mypy
+
+verify: verify-parity  ## what is too long for `make test`; reports go to benchmarks/results
+	@mkdir -p benchmarks/results
+	@$(BIN)/python -m scripts.eval_demo_model --json benchmarks/results/eval_demo_model.json --seed 1 --per-type 500
+
+verify-parity: $(STAMP)  ## every parity case against transformers
+	@TRIPTYCH_PARITY=full $(BIN)/python -m pytest -m parity --timeout 3600 tests $(ARGS)
+
+proto: $(STAMP)  ## write the gRPC stubs again
+	@PYTHON=$(BIN)/python scripts/gen_proto.sh
+
+clean:  ## remove the virtual environment and all caches
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

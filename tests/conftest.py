@@ -1,0 +1,45 @@
+"""What all tests share: the seed, printed so that a failure can be had again.
+
+    TRIPTYCH_TEST_SEED=123 make test
+
+`random` and numpy's old generator start from it in every test, hypothesis derives its examples from it, and the
+`seed` fixture hands it on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+
+import numpy as np
+import pytest
+
+_SEED = int(os.environ.get("TRIPTYCH_TEST_SEED") or secrets.randbits(31))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(_SEED)
+
+
+def pytest_report_header() -> str:
+    return f"random seed: {_SEED} (repeat with TRIPTYCH_TEST_SEED={_SEED})"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Quiet runs show no header, so a failure says it again."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(pytest_report_header())
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """The seed of this run of the tests."""
+    return _SEED

@@ -1,0 +1,73 @@
+"""The page on metrics and their declarations agree, and the declarations keep the rules for names and buckets."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+from triptych.obs import metrics
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `(triptych_\w+)` \| (\w+) \|([^|]*)\| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+FORBIDDEN_LABELS = {"request_id", "hash", "identity", "url", "address", "user"}
+
+
+def _declared() -> dict[str, MetricWrapperBase]:
+    found = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
+    return {metric._name + ("_total" if isinstance(metric, Counter) else ""): metric for metric in found}
+
+
+DECLARED = _declared()
+
+
+def test_page_and_declarations_list_the_same_names_types_and_labels() -> None:
+    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
+    documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _, _ in rows}
+    declared = {name: (metric._type, tuple(metric._labelnames)) for name, metric in DECLARED.items()}
+    assert len(documented) == len(rows)
+    assert documented == declared
+
+
+@pytest.mark.parametrize("name", sorted(DECLARED))
+def test_a_name_says_its_unit_and_labels_are_bounded(name: str) -> None:
+    metric = DECLARED[name]
+    assert re.fullmatch(r"triptych_[a-z]+(_[a-z]+)*", name)
+    assert isinstance(metric, Counter | Gauge | Histogram)
+    assert not FORBIDDEN_LABELS & set(metric._labelnames)
+
+
+@pytest.mark.parametrize(
+    ("histogram", "low", "high"),
+    [
+        (metrics.TTFT_SECONDS, 0.02, 5.0),
+        (metrics.INTER_TOKEN_SECONDS, 0.002, 0.3),
+        (metrics.REQUEST_SECONDS, 0.1, 30.0),
+        (metrics.ENCODER_BATCH_SECONDS, 0.005, 2.0),
+        (metrics.STEP_SECONDS, 0.002, 0.5),
+    ],
+)
+def test_buckets_are_fine_around_the_targets(histogram: Histogram, low: float, high: float) -> None:
+    bounds = [bound for bound in histogram._kwargs["buckets"] if low <= bound <= high]
+    assert bounds[0] == low
+    assert bounds[-1] == high
+    assert all(after / before <= 1.1505 for before, after in zip(bounds, bounds[1:], strict=False))
+
+
+def test_buckets_ascend_and_end_where_they_should() -> None:
+    bounds = metrics.around(0.005, 0.02, 5.0, 120.0)
+    assert list(bounds) == sorted(set(bounds))
+    assert (bounds[0], bounds[-1]) == (0.005, 120.0)
+
+
+def test_metrics_are_served_on_a_port_that_the_system_chose() -> None:
+    metrics.FALLBACKS.labels(reason="test").inc()
+    port = metrics.serve_metrics("127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    assert 'triptych_fallbacks_total{reason="test"}' in text
+    assert "triptych_ttft_seconds_bucket" in text
