@@ -104,6 +104,8 @@ class StaticRegistry:
         if lock is None:
             return False
         self._record_path(worker_id).unlink(missing_ok=True)
+        for draft in self._folder.workers_path.glob(f".{worker_id}.json.*"):
+            draft.unlink(missing_ok=True)
         lock.release()
         return True
 
