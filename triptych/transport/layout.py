@@ -24,8 +24,8 @@ def embedding_layout_fingerprint(dtype: str, row_elements: int, levels: int, mod
 def kv_layout_fingerprint(
     dtype: str, num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, model_fingerprint: bytes
 ) -> bytes:
-    """32 bytes over one KV page. The number of pages is not part of it: pools of one cluster may differ in size, and the
-    sender learns it from the arena (`num_pages_in`)."""
+    """32 bytes over one KV page. The number of pages is not part of it: pools may differ in size, and the sender learns
+    it from the arena (`num_pages_in`)."""
     return _fingerprint("kv", [dtype, num_layers, page_tokens, num_kv_heads, head_dim, model_fingerprint])
 
 
@@ -49,7 +49,7 @@ def host_id() -> str:
     except OSError as err:
         raise StartupError(f"this machine cannot tell its identity ({err.strerror}): mount /proc and /dev/shm") from err
     # Containers of one machine have the same boot id but usually each its own /dev/shm, told apart by its device.
-    fields = ["host", boot_id, shm.st_dev, shm.st_ino, os.getuid()]
+    fields: list[str | int | bytes] = ["host", boot_id, shm.st_dev, shm.st_ino, os.getuid()]
     return _fingerprint("host", fields).hex()[:32]
 
 

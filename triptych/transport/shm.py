@@ -1,13 +1,13 @@
 """Memory that the workers of one host share: files in /dev/shm, one per arena.
 
-    owner                                        peer                          janitor (any process)
-    create O_EXCL 0600 -> flock -> still named?  open, check, lock byte `id`    open, flock(NB): taken? the owner is dead
-    -> posix_fallocate -> mmap                   -> mmap                        -> same inode still named? -> unlink
+    owner                                        peer                           janitor (any process)
+    create O_EXCL 0600 -> flock -> still named?  open, check, lock byte `id`    open, flock without waiting
+    -> posix_fallocate -> mmap                   -> mmap                        -> still named? -> unlink
 
-*Owner alive* is an exclusive `flock` held for the owner's whole life. The kernel drops it when the process dies, however
-it dies and in whatever pid namespace. A janitor may win the lock between the owner's create and flock: the owner then
-finds its name gone and starts again with another, before a single byte was allocated. (O_TMPFILE + linkat would close that
-window too, but needs /proc and is missing from some container sandboxes.)
+*Owner alive* is an exclusive `flock` held for the owner's whole life. The kernel drops it when the process dies,
+however it dies and in whatever pid namespace. A janitor may win the lock between the owner's create and flock: the
+owner then finds its name gone and starts again with another, before a single byte was allocated. (O_TMPFILE + linkat
+would close that window too, but needs /proc and is missing from some container sandboxes.)
 
 *Peer can still write* is a read lock on one byte of an open file description (OFD), which dies with the peer's last
 mapping. The owner asks `is_mapped_as` before it reuses what a lost peer was granted.
@@ -171,7 +171,7 @@ def _allocate(fd: int, num_bytes: int, kind: str, directory: Path) -> None:
         raise StartupError(
             f"the {kind} arena needs {_mib(num_bytes)} of shared memory, but {directory} is"
             f" {_mib(room.f_blocks * room.f_frsize)} with {_mib(room.f_bavail * room.f_frsize)} free: make it larger"
-            " (docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit) or ask for a smaller arena"
+            " (docker: --shm-size; Kubernetes: an emptyDir of medium Memory with a sizeLimit), or ask for less"
         ) from err
 
 

@@ -1,0 +1,162 @@
+"""Channels and stubs to other workers. Addresses come from the registry's records only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, Protocol, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from triptych.core.worker import WorkerInfo
+from triptych.rpc.server import MAX_MESSAGE_BYTES, TOKEN_METADATA_KEY
+from triptych.wire.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    encoder_pb2,
+    encoder_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
+
+Metadata = tuple[tuple[str, str], ...]
+
+CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),  # an http_proxy in the environment is not for workers
+    ("grpc.use_local_subchannel_pool", 1),  # a reborn worker gets a fresh connection, not one in back-off
+]
+
+
+class ChannelPool:
+    """Owns one channel per worker process. A newer epoch of the same worker closes the older one's channel."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+        self._channels: dict[str, tuple[int, grpc.aio.Channel]] = {}
+        self._retired: list[grpc.aio.Channel] = []
+
+    def channel(self, worker: WorkerInfo) -> grpc.aio.Channel:
+        """Without the token: pass `metadata()` with each call, or use the stubs below, which do."""
+        known = self._channels.get(worker.worker_id)
+        if known is not None and known[0] == worker.epoch:
+            return known[1]
+        if known is not None:
+            self._retired.append(known[1])
+        channel = grpc.aio.insecure_channel(worker.grpc_address, options=CHANNEL_OPTIONS)
+        self._channels[worker.worker_id] = (worker.epoch, channel)
+        return channel
+
+    def metadata(self) -> Metadata:
+        """What every call must carry."""
+        return () if self._token is None else ((TOKEN_METADATA_KEY, self._token),)
+
+    async def forget(self, worker_id: str) -> None:
+        """Closes the channel of a worker that left. Calls on it fail."""
+        known = self._channels.pop(worker_id, None)
+        if known is not None:
+            await known[1].close(None)
+        await self._close_retired()
+
+    async def close(self) -> None:
+        self._retired += [channel for _, channel in self._channels.values()]
+        self._channels.clear()
+        await self._close_retired()
+
+    async def _close_retired(self) -> None:
+        retired, self._retired = self._retired, []
+        for channel in retired:
+            await channel.close(None)
+
+
+# The generated stubs carry no types. These say what they are.
+
+
+class EncoderStub(Protocol):
+    Encode: grpc.aio.StreamStreamMultiCallable[encoder_pb2.EncodeRequest, encoder_pb2.EncodeResponse]
+
+
+class PrefillStub(Protocol):
+    Prefill: grpc.aio.UnaryStreamMultiCallable[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+
+
+class DecodeStub(Protocol):
+    Generate: grpc.aio.UnaryStreamMultiCallable[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
+
+
+class TransferStub(Protocol):
+    Session: grpc.aio.StreamStreamMultiCallable[transfer_pb2.SessionRequest, transfer_pb2.SessionResponse]
+
+
+class RegistryStub(Protocol):
+    Describe: grpc.aio.UnaryUnaryMultiCallable[registry_pb2.DescribeRequest, registry_pb2.DescribeResponse]
+
+
+class HealthStub(Protocol):
+    Check: grpc.aio.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+    Watch: grpc.aio.UnaryStreamMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+
+
+def encoder_stub(channels: ChannelPool, worker: WorkerInfo) -> EncoderStub:
+    return cast(EncoderStub, _stub(encoder_pb2_grpc.EncoderStub, channels, worker))
+
+
+def prefill_stub(channels: ChannelPool, worker: WorkerInfo) -> PrefillStub:
+    return cast(PrefillStub, _stub(prefill_pb2_grpc.PrefillStub, channels, worker))
+
+
+def decode_stub(channels: ChannelPool, worker: WorkerInfo) -> DecodeStub:
+    return cast(DecodeStub, _stub(decode_pb2_grpc.DecodeStub, channels, worker))
+
+
+def transfer_stub(channels: ChannelPool, worker: WorkerInfo) -> TransferStub:
+    return cast(TransferStub, _stub(transfer_pb2_grpc.TransferStub, channels, worker))
+
+
+def registry_stub(channels: ChannelPool, worker: WorkerInfo) -> RegistryStub:
+    return cast(RegistryStub, _stub(registry_pb2_grpc.WorkerRegistryStub, channels, worker))
+
+
+def health_stub(channels: ChannelPool, worker: WorkerInfo) -> HealthStub:
+    return cast(HealthStub, _stub(health_pb2_grpc.HealthStub, channels, worker))
+
+
+def _stub(generated: Callable[[Any], object], channels: ChannelPool, worker: WorkerInfo) -> object:
+    return generated(_WithMetadata(channels.channel(worker), channels.metadata()))
+
+
+class _WithMetadata:
+    """The part of a channel that generated stubs use; each call carries the metadata.
+
+    Not client interceptors: those wrap streaming calls in objects that cancel and half-close differently.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
+        self._channel = channel
+        self._metadata = metadata
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> object:
+        return self._bind(self._channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> object:
+        return self._bind(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> object:
+        return self._bind(self._channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> object:
+        return self._bind(self._channel.stream_stream(*args, **kwargs))
+
+    def _bind(self, call: Callable[..., object]) -> object:
+        return functools.partial(call, metadata=self._metadata)
