@@ -7,6 +7,7 @@
     │   ├── MediaMismatch       the media is not what it said it was  400
     │   ├── MediaUnsupported    a format or modality we do not take   415 / 400
     │   ├── RequestTooLarge     would not fit an empty pool           400
+    │   ├── PayloadTooLarge     more bytes than the limit             413
     │   ├── ModelNotFound                                             404
     │   └── Unauthenticated                                           401
     ├── CapacityError           try again later                       429 / 503
@@ -73,6 +74,11 @@ class ModalityUnsupported(RequestError):
 
 class RequestTooLarge(RequestError):
     code = "request_too_large"
+
+
+class PayloadTooLarge(RequestError):
+    code = "payload_too_large"
+    http_status = 413
 
 
 class ModelNotFound(RequestError):

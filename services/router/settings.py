@@ -1,0 +1,48 @@
+"""The router's settings. The only place of this service that reads the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triptych.obs.logs import LEVELS
+
+from triptych.core.settings import load_settings
+
+SERVICE = "router"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    model: Path = field(metadata={"help": "folder of the checkpoint that the workers serve"})
+    host: str = field(default="127.0.0.1", metadata={"help": "address of the HTTP API"})
+    port: int = field(
+        default=8000, metadata={"help": "port of the HTTP API; 0 takes a free one", "min": 0, "max": 65535}
+    )
+    runtime_dir: Path | None = field(default=None, metadata={"help": "folder where the processes of a cluster meet"})
+    ready_file: Path | None = field(
+        default=None, metadata={"help": 'file to write {"url": ...} to when every stage can serve'}
+    )
+    request_timeout_s: float = field(
+        default=120.0, metadata={"help": "seconds that a request may take in all", "min": 0.1, "max": 86400.0}
+    )
+    max_queue: int = field(
+        default=256, metadata={"help": "requests that may wait for room; one more is a 429", "min": 0, "max": 1_000_000}
+    )
+    max_body_bytes: int = field(default=64 * _MIB, metadata={"help": "size of a request's body", "min": 1024})
+    max_media_items: int = field(default=16, metadata={"help": "pictures in one request", "min": 0, "max": 1024})
+    max_media_bytes: int = field(default=20 * _MIB, metadata={"help": "encoded size of one picture", "min": 1})
+    max_pixels: int = field(default=100_000_000, metadata={"help": "pixels of one picture", "min": 1})
+    allow_url_fetch: bool = field(
+        default=False, metadata={"help": "fetch pictures from http(s) URLs, not only from data: URIs"}
+    )
+    strict: bool = field(default=False, metadata={"help": "refuse request parameters that would otherwise be ignored"})
+    log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})
+    log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})
+
+
+def read_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> RouterSettings:
+    """From flags, environment and file. Raises StartupError."""
+    return load_settings(RouterSettings, SERVICE, argv, environ)
