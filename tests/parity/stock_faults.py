@@ -1,0 +1,92 @@
+"""Faults planted in the stock model: what wrong serving would compute.
+
+They measure the witnesses (the random checkpoint and the question list), before and apart from any code of ours.
+Each is a context manager over a `ReferenceModel`; what is generated within shows the fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tests.parity.prompts import Prompt
+from tests.parity.reference import ReferenceModel
+
+Fault = Callable[[ReferenceModel], contextlib.AbstractContextManager[None]]
+Applies = Callable[[Prompt], bool]
+
+
+@contextlib.contextmanager
+def pictures_swapped(reference: ReferenceModel) -> Iterator[None]:
+    """The scatter takes the pictures' embeddings in the opposite order."""
+    with _pooled(reference, lambda pictures: list(reversed(pictures))):
+        yield
+
+
+@contextlib.contextmanager
+def embeddings_reversed(reference: ReferenceModel) -> Iterator[None]:
+    """Each picture's rows arrive last row first."""
+    with _pooled(reference, lambda pictures: [picture.flip(0) for picture in pictures]):
+        yield
+
+
+@contextlib.contextmanager
+def delta_dropped(reference: ReferenceModel) -> Iterator[None]:
+    """Decode counts positions by tokens, as if the prompt had held no picture."""
+
+    def drop(positions: torch.Tensor) -> torch.Tensor:
+        return positions[:1].expand_as(positions) if positions.shape[-1] == 1 else positions
+
+    with _positions(reference, drop):
+        yield
+
+
+@contextlib.contextmanager
+def height_and_width_exchanged(reference: ReferenceModel) -> Iterator[None]:
+    with _positions(reference, lambda positions: positions[[0, 1, 3, 2]]):
+        yield
+
+
+@contextlib.contextmanager
+def one_dimensional(reference: ReferenceModel) -> Iterator[None]:
+    """No M-RoPE at all: picture tokens count like words."""
+    with _positions(reference, lambda positions: positions[:1].expand_as(positions)):
+        yield
+
+
+@contextlib.contextmanager
+def _pooled(reference: ReferenceModel, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
+    inner = reference.model.model
+    stock = inner.get_image_features
+
+    @functools.wraps(stock)  # `generate` reads the signature to know what to pass
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        out.pooler_output = change(list(out.pooler_output))
+        return out
+
+    inner.get_image_features = changed
+    try:
+        yield
+    finally:
+        del inner.get_image_features
+
+
+@contextlib.contextmanager
+def _positions(reference: ReferenceModel, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """`change` sees int64 (4, 1, tokens): the plain count, then time, height and width."""
+
+    def hook(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["position_ids"]
+        assert positions is not None and positions.shape[0] == 4, "generate prepares four rows of positions"
+        return args, {**kwargs, "position_ids": change(positions)}
+
+    handle = reference.model.model.language_model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
