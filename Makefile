@@ -14,7 +14,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-$(shell cksum < pyproject.toml | cut -d ' ' -f 1)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint typecheck verify verify-parity proto clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import urllib.request
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_buckets_are_fine_around_the_targets(histogram: Histogram, low: float, h
     bounds = [bound for bound in histogram._kwargs["buckets"] if low <= bound <= high]
     assert bounds[0] == low
     assert bounds[-1] == high
-    assert all(after / before <= 1.1505 for before, after in zip(bounds, bounds[1:], strict=False))
+    assert all(after / before <= 1.1505 for before, after in itertools.pairwise(bounds))
 
 
 def test_buckets_ascend_and_end_where_they_should() -> None:

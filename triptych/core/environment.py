@@ -8,23 +8,25 @@ declares a field that is not listed here.
 from __future__ import annotations
 
 ENVIRONMENT_PREFIX = "TRIPTYCH_"
+CONFIG_VARIABLE = "TRIPTYCH_CONFIG"
 
-# TOML tables
-SERVICES = frozenset({"router", "encoder", "prefill", "decode", "mono"})
+# TOML tables: the services, and the launcher.
+TABLES = frozenset({"router", "encoder", "prefill", "decode", "mono", "up"})
 
 # Environment variables that are no service's setting.
-OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_FAILPOINTS", "TRIPTYCH_TEST_SEED"})
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "TRIPTYCH_FAILPOINTS", "TRIPTYCH_PARITY", "TRIPTYCH_TEST_SEED"})
 
-SETTING_NAMES = frozenset(
-    {
-        "host",
-        "log_format",
-        "log_level",
-        "metrics_port",
-        "model",
-        "port",
-        "runtime_dir",
-        "threads",
-        "worker_id",
-    }
-)
+_EVERYWHERE = {"host", "log_format", "log_level", "model", "port", "runtime_dir", "strict"}
+_UP = {"topology", "encoders", "prefills", "decodes", "log_dir", "ready_file", "startup_timeout"}
+_ROUTER = {
+    "allow_url_fetch",
+    "max_body_bytes",
+    "max_media_bytes",
+    "max_media_items",
+    "max_pixels",
+    "max_queue",
+    "request_timeout_s",
+}
+_WORKERS = {"metrics_port", "threads", "worker_id"}
+
+SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _ROUTER | _WORKERS)

@@ -18,7 +18,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, get_type_hints
 
-from triptych.core.environment import ENVIRONMENT_PREFIX, OTHER_VARIABLES, SERVICES, SETTING_NAMES
+from triptych.core.environment import (
+    CONFIG_VARIABLE,
+    ENVIRONMENT_PREFIX,
+    OTHER_VARIABLES,
+    SETTING_NAMES,
+    TABLES,
+)
 from triptych.core.errors import StartupError
 from triptych.core.setting_values import Setting, parse_text, parse_toml
 
@@ -49,7 +55,7 @@ def load_settings(
     settings = _settings_of(cls)
     flags = _read_flags(settings, service, sys.argv[1:] if argv is None else argv)
     variables = _read_environment(settings, environ)
-    config = flags.pop("config", None) or environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    config = flags.pop("config", None) or environ.get(CONFIG_VARIABLE)
     table = _read_toml(settings, service, Path(config)) if config else {}
     values = {**table, **variables}
     for name, text in flags.items():
@@ -59,6 +65,14 @@ def load_settings(
         return cls(**values)
     except ValueError as error:
         raise StartupError(f"the settings of {service} do not fit together: {error}") from error
+
+
+def config_path(argv: Sequence[str], environ: Mapping[str, str]) -> Path | None:
+    """The file that `load_settings` reads with the same arguments; for those who start others with it."""
+    parser = _Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--config")
+    named = parser.parse_known_args(argv)[0].config or environ.get(CONFIG_VARIABLE)
+    return Path(named).absolute() if named else None
 
 
 def run_main(main: Callable[[], int]) -> int:
@@ -125,8 +139,8 @@ def _read_toml(settings: Mapping[str, Setting], service: str, path: Path) -> dic
     shared = {name: value for name, value in document.items() if not isinstance(value, dict)}
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}
     for name in tables:
-        if name not in SERVICES | {service}:
-            raise StartupError(f"{path.name} has a table [{name}]; tables are {', '.join(sorted(SERVICES))}")
+        if name not in TABLES | {service}:
+            raise StartupError(f"{path.name} has a table [{name}]; tables are {', '.join(sorted(TABLES))}")
     values = _toml_values(settings, shared, f"the top of {path.name}", also_known=SETTING_NAMES)
     own = tables.get(service, {})
     return {**values, **_toml_values(settings, own, f"[{service}] in {path.name}", also_known=())}

@@ -1,9 +1,9 @@
 """The runtime folder: what the processes of one cluster on one host find each other by.
 
-    cluster.lock           held by the launcher while its cluster lives
-    token                  the cluster token, which calls between workers carry
-    workers/<id>.json      a worker's record
-    workers/<id>.lock      held by that worker while it lives
+cluster.lock           held by the launcher while its cluster lives
+token                  the cluster token, which calls between workers carry
+workers/<id>.json      a worker's record
+workers/<id>.lock      held by that worker while it lives
 """
 
 from __future__ import annotations

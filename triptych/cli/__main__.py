@@ -1,0 +1,3 @@
+from triptych.cli.main import entry
+
+raise SystemExit(entry())

@@ -1,0 +1,73 @@
+"""`triptych chat IMAGE... "question"`: one question to a running cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import httpx
+
+from triptych.cli.client import Answer, ChatClient, ChatFailed, picture_part
+from triptych.cli.timeline_view import render
+from triptych.core.errors import StartupError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise StartupError(f"{message}; {self.prog} --help shows how to ask")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the answer as it comes; status 1 when the server refused. Raises StartupError for a wrong command line."""
+    options = _parse(argv)
+    answer = Answer()
+    content = [*map(picture_part, options.images), {"type": "text", "text": options.question}]
+    try:
+        with ChatClient(options.url) as client:
+            body = _body(options, content, options.model or client.model_name())
+            for piece in client.stream(body, answer, timeline=options.timeline):
+                print(piece, end="", flush=True)
+            print()
+    except ChatFailed as failure:
+        print(f"\nerror: {failure.message}" if answer.text else f"error: {failure.message}", file=sys.stderr)
+        return 1
+    except httpx.HTTPError as error:
+        raise _unreachable(options.url, error) from error
+    if options.timeline:
+        print(f"\n{render(answer.timeline)}")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="triptych chat", description="Asks a running cluster about pictures.")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help="a file or a URL, any number of them")
+    parser.add_argument("question")
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the API (%(default)s)")
+    parser.add_argument("--model", help="name of the model; the server's first if not given")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="length of the answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    parser.add_argument("--system", help="a system prompt")
+    parser.add_argument("--timeline", action="store_true", help="show what each stage did, and when")
+    return parser.parse_intermixed_args(argv)
+
+
+def _body(options: argparse.Namespace, content: list[dict[str, Any]], model_name: str) -> dict[str, Any]:
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    return {
+        "model": model_name,
+        "messages": [*system, {"role": "user", "content": content}],
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+    }
+
+
+def _unreachable(url: str, error: httpx.HTTPError) -> StartupError:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return StartupError(f"no server answers at {url}; start one with: triptych up (or give its --url)")
+    if isinstance(error, httpx.TimeoutException):
+        return StartupError(f"the server at {url} did not answer in time")
+    return StartupError(f"the connection to {url} broke: {type(error).__name__}")

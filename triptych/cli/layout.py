@@ -1,0 +1,93 @@
+"""Which processes make a cluster, with which flags. Pure, but for asking whether a port is free."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from triptych.cli.settings import DEFAULT_PORT, UpSettings
+from triptych.core.errors import StartupError
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT = {"encoder": 8101, "prefill": 8201, "decode": 8301, "mono": 8101}
+FIRST_METRICS_PORT = 9401
+
+IsFree = Callable[[str, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start: `python -m services.ROLE FLAGS`."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def api_port(settings: UpSettings) -> int:
+    """The port that was asked for, or a free one. Raises StartupError if the one asked for is taken."""
+    if settings.port:
+        if not is_free(settings.host, settings.port):
+            raise StartupError(
+                f"port {settings.port} is taken; stop what listens there, or give another --port (0 takes a free one)"
+            )
+        return settings.port
+    if settings.port is None and is_free(settings.host, DEFAULT_PORT):
+        return DEFAULT_PORT
+    return free_port(settings.host)
+
+
+def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_free: IsFree) -> list[ProcessSpec]:
+    """All workers. A taken standard port becomes 0: the worker takes a free one and announces it."""
+    names = _names(settings)
+    threads = settings.threads or max(1, cores // len(names))
+    specs = []
+    for position, (role, index) in enumerate(names):
+        port = FIRST_PORT[role] + index
+        metrics_port = FIRST_METRICS_PORT + position
+        flags = {
+            "--worker-id": f"{role}-{index}",
+            "--model": str(model),
+            "--runtime-dir": str(runtime),
+            "--host": LOOPBACK,
+            "--port": str(port if port_free(LOOPBACK, port) else 0),
+            "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
+            "--threads": str(threads),
+        }
+        specs.append(ProcessSpec(f"{role}-{index}", role, _flat(flags)))
+    return specs
+
+
+def router(settings: UpSettings, model: Path, runtime: Path, port: int) -> ProcessSpec:
+    flags = {"--model": str(model), "--runtime-dir": str(runtime), "--host": settings.host, "--port": str(port)}
+    return ProcessSpec("router", "router", _flat(flags))
+
+
+def _names(settings: UpSettings) -> list[tuple[str, int]]:
+    if settings.topology == "mono":
+        return [("mono", 0)]
+    counts = {"encoder": settings.encoders, "prefill": settings.prefills, "decode": settings.decodes}
+    return [(role, index) for role, count in counts.items() for index in range(count)]
+
+
+def _flat(flags: dict[str, str]) -> tuple[str, ...]:
+    return tuple(part for pair in flags.items() for part in pair)

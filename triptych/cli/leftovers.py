@@ -1,0 +1,73 @@
+"""What a cluster must not leave: takes the runtime folder over from the dead, and empties it at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+from triptych.core.errors import StartupError
+from triptych.registry.lock import FileLock
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
+from triptych.transport.shm import sweep_dead_segments
+
+LOGS = "logs"
+# The kernel kills the workers of a killed launcher, but not before it returns.
+_DYING_SECONDS = 5.0
+
+
+def take_over(folder: RuntimeFolder, registry: StaticRegistry) -> tuple[FileLock, list[str]]:
+    """The folder's lock, and the names of what dead clusters had left and is now removed.
+
+    Raises StartupError while another cluster, or a worker started by hand, lives in the folder.
+    """
+    lock = FileLock.acquire(folder.lock_path)
+    if lock is None:
+        raise StartupError(
+            f"a cluster already runs in {folder.path}; stop it first (Ctrl-C where it was started), "
+            "or give this one another --runtime-dir"
+        )
+    try:
+        _wait_for_the_dying(folder, registry)
+    except StartupError:
+        lock.release()
+        raise
+    swept = [f"worker {worker_id}" for worker_id in registry.sweep()]
+    shutil.rmtree(folder.path / LOGS, ignore_errors=True)
+    return lock, swept + [f"segment {name}" for name in sweep_dead_segments()]
+
+
+def clear(folder: RuntimeFolder, registry: StaticRegistry, lock: FileLock) -> None:
+    """Removes everything of a cluster whose processes have ended, and the folder itself if nothing else is in it."""
+    registry.sweep()
+    sweep_dead_segments()
+    shutil.rmtree(folder.path / LOGS, ignore_errors=True)
+    if not registry.refresh():
+        (folder.path / "token").unlink(missing_ok=True)
+    lock.release()
+    for path in (folder.workers_path, folder.path):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def log_folder(folder: RuntimeFolder, wanted: Path | None) -> Path:
+    """Where the processes log. Raises StartupError when it cannot be made."""
+    path = wanted or folder.path / LOGS
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"the log folder {path} cannot be made: {error.strerror}") from error
+    return path
+
+
+def _wait_for_the_dying(folder: RuntimeFolder, registry: StaticRegistry) -> None:
+    give_up_at = time.monotonic() + _DYING_SECONDS
+    while living := registry.refresh():
+        if time.monotonic() > give_up_at:
+            names = ", ".join(worker.worker_id for worker in living)
+            raise StartupError(
+                f"workers already run in {folder.path}: {names}; stop them, or give this cluster another --runtime-dir"
+            )
+        time.sleep(0.05)

@@ -1,0 +1,156 @@
+"""Watches over the processes of one cluster: start, readiness, death, stop. Owns the children."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from triptych.cli.display import Display
+from triptych.cli.process import Child, ending, stop_all
+from triptych.cli.signals import StopSignals
+from triptych.core.errors import StartupError
+from triptych.core.worker import WorkerInfo, WorkerState
+from triptych.registry.static import StaticRegistry
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 30.0
+# A process that lived this long has shown that it can: its next death starts the back-off anew.
+SETTLED_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAddress:
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def is_ready(self) -> bool:
+        """Whether `/ready` answers 200 within a second."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=1.0)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+class Supervisor:
+    """`start`, then `watch` until told to stop, then `stop`, which must always be called.
+
+    Args:
+        workers: the stages' processes; ready when the registry says so.
+        router: ready when its `/ready` answers.
+        signals: asked several times a second whether to stop.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Child],
+        router: Child,
+        registry: StaticRegistry,
+        api: ApiAddress,
+        display: Display,
+        signals: StopSignals,
+    ) -> None:
+        self._workers = list(workers)
+        self._router = router
+        self._registry = registry
+        self.api = api
+        self._display = display
+        self._signals = signals
+        self._restart_at: dict[str, float] = {}
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self._workers, self._router]
+
+    def start(self, timeout_seconds: float) -> bool:
+        """True when all are ready, False when told to stop before. Raises StartupError with the log of what failed."""
+        for child in self.children:
+            child.start()
+        give_up_at = time.monotonic() + timeout_seconds
+        while not self._signals.stop_wanted:
+            states = self._states()
+            self._display.update(states)
+            self._refuse_dead()
+            if all(state == "ready" for state in states.values()):
+                return True
+            if time.monotonic() > give_up_at:
+                waiting = ", ".join(name for name, state in states.items() if state != "ready")
+                raise StartupError(
+                    f"{waiting} did not become ready in {timeout_seconds:.0f} s; "
+                    "look at the logs with --log-dir, or allow more with --startup-timeout"
+                )
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def watch(self) -> None:
+        """Starts again what dies, later each time, until told to stop."""
+        while not self._signals.stop_wanted:
+            for child in self.children:
+                self._tend(child)
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Leaves no process of ours."""
+        for name in stop_all(self.children, GRACE_SECONDS, lambda: self._signals.hurry_wanted):
+            self._display.say(f"{name} did not stop in time and was killed")
+
+    def living_workers(self) -> tuple[WorkerInfo, ...]:
+        return self._registry.refresh()
+
+    def _states(self) -> dict[str, str]:
+        records = {worker.worker_id: worker for worker in self._registry.refresh()}
+        states = {child.spec.name: _worker_state(child, records.get(child.spec.name)) for child in self._workers}
+        workers_ready = all(state == "ready" for state in states.values())
+        states["router"] = "loading"
+        if self._router.exit_status() is not None:
+            states["router"] = "failed"
+        elif workers_ready and self.api.is_ready():
+            states["router"] = "ready"
+        return states
+
+    def _refuse_dead(self) -> None:
+        for child in self.children:
+            status = child.exit_status()
+            if status is not None:
+                raise StartupError(f"{child.spec.name} {ending(status)} while starting{_log_of(child)}")
+
+    def _tend(self, child: Child) -> None:
+        name, status = child.spec.name, child.exit_status()
+        if status is None:
+            return
+        if name not in self._restart_at:
+            child.kill()  # what it left in its process group
+            if time.monotonic() - child.started_at > SETTLED_SECONDS:
+                child.restarts = 0
+            delay = min(FIRST_BACKOFF_SECONDS * 2**child.restarts, LAST_BACKOFF_SECONDS)
+            self._restart_at[name] = time.monotonic() + delay
+            self._display.say(f"{name} {ending(status)}; starting it again in {delay:.1f} s{_log_of(child)}")
+        elif time.monotonic() >= self._restart_at[name]:
+            del self._restart_at[name]
+            child.restarts += 1
+            child.start()
+
+
+def _worker_state(child: Child, record: WorkerInfo | None) -> str:
+    if child.exit_status() is not None:
+        return "failed"
+    if record is None or record.pid not in (0, child.pid):
+        return "starting"
+    return "ready" if record.state is WorkerState.READY else "loading"
+
+
+def _log_of(child: Child) -> str:
+    tail = child.tail()
+    return ". Its last lines:\n" + "\n".join(f"    {line}" for line in tail) if tail else ", without a word"

@@ -1,0 +1,94 @@
+"""`triptych up`: a cluster on this machine, from start to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from triptych.cli import layout, leftovers, sample
+from triptych.cli.bundled import bundled_model
+from triptych.cli.display import Display, make_display
+from triptych.cli.process import Child
+from triptych.cli.settings import UpSettings, check_model
+from triptych.cli.signals import StopSignals
+from triptych.cli.supervisor import ApiAddress, Supervisor
+from triptych.core.environment import CONFIG_VARIABLE
+from triptych.core.settings import config_path, load_settings
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs until Ctrl-C, SIGTERM or SIGHUP (status 0). Raises StartupError when the cluster cannot start."""
+    settings = load_settings(UpSettings, "up", argv)
+    if config := config_path(argv, os.environ):
+        os.environ[CONFIG_VARIABLE] = str(config)  # for the children
+    model = check_model(settings.model or bundled_model())
+    signals = StopSignals()
+    folder = RuntimeFolder(settings.runtime_dir)
+    registry = StaticRegistry(folder)
+    display = make_display()
+    lock, swept = leftovers.take_over(folder, registry)
+    if swept:
+        display.say(f"removed what an earlier cluster left: {', '.join(swept)}")
+    supervisor = None
+    try:
+        supervisor = _assemble(settings, model, folder, registry, display, signals)
+        _run(supervisor, settings, folder, display)
+    finally:
+        if supervisor is not None:
+            supervisor.stop()
+        if settings.ready_file:
+            settings.ready_file.unlink(missing_ok=True)
+        leftovers.clear(folder, registry, lock)
+    display.say("stopped")
+    return 0
+
+
+def _assemble(
+    settings: UpSettings,
+    model: Path,
+    folder: RuntimeFolder,
+    registry: StaticRegistry,
+    display: Display,
+    signals: StopSignals,
+) -> Supervisor:
+    port = layout.api_port(settings)
+    logs = leftovers.log_folder(folder, settings.log_dir)
+    cores = len(os.sched_getaffinity(0))
+    specs = layout.workers(settings, model, folder.path, cores, layout.is_free)
+    workers = [Child(spec, logs / f"{spec.name}.log") for spec in specs]
+    router = Child(layout.router(settings, model, folder.path, port), logs / "router.log")
+    return Supervisor(workers, router, registry, ApiAddress(settings.host, port), display, signals)
+
+
+def _run(supervisor: Supervisor, settings: UpSettings, folder: RuntimeFolder, display: Display) -> None:
+    display.say(f"starting {len(supervisor.children)} processes; Ctrl-C stops them")
+    if not supervisor.start(settings.startup_timeout):
+        return
+    model_name = next((worker.model_name for worker in supervisor.living_workers() if worker.model_name), "default")
+    url = supervisor.api.url
+    display.say(f"\nready: {url}\n\ntry it:\n\n{sample.curl(url, model_name)}\n")
+    if settings.ready_file:
+        _write_ready_file(settings.ready_file, supervisor, folder)
+    supervisor.watch()
+    display.say("stopping")
+
+
+def _write_ready_file(path: Path, supervisor: Supervisor, folder: RuntimeFolder) -> None:
+    """Whole or not at all: those who wait for the file read it at once."""
+    ready = {
+        "url": supervisor.api.url,
+        "launcher_pid": os.getpid(),
+        "runtime_dir": str(folder.path),
+        "pids": {child.spec.name: child.pid for child in supervisor.children},
+        "workers": {
+            worker.worker_id: {"grpc_address": worker.grpc_address, "metrics_address": worker.metrics_address}
+            for worker in supervisor.living_workers()
+        },
+    }
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(ready, indent=2), encoding="utf-8")
+    draft.replace(path)
