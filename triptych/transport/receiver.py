@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Token
-from triptych.transport.types import Arena, HaveIt, SlotGrant
+from triptych.transport.types import Arena, ArenaKind, HaveIt, SlotGrant
 
 
 class EmbeddingReceiver(Protocol):
@@ -78,3 +79,15 @@ class KvReceiver(Protocol):
     async def peer_lost(self, peer: WorkerRef) -> None:
         """The session ended and the peer's mapping is gone: pages bound to it and not committed are free."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """What one process can land: an encoder none, a prefill worker embeddings, a decode worker KV, `mono` both."""
+
+    embedding: EmbeddingReceiver | None = None
+    kv: KvReceiver | None = None
+
+    def arena(self, kind: ArenaKind) -> Arena | None:
+        receiver = self.embedding if kind is ArenaKind.EMBEDDING else self.kv
+        return None if receiver is None else receiver.arena

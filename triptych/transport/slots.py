@@ -1,11 +1,11 @@
 """Bookkeeping of an embedding arena: which bytes are whose. Pure: no memory, no clock, no lock.
 
-    0                                                                capacity
-    |  free  | owned  |      free      | quarantined | owned |  free  |
-             ^ offset, a multiple of `alignment`; so is the length taken
+0                                                                capacity
+|  free  | owned  |      free      | quarantined | owned |  free  |
+         ^ offset, a multiple of `alignment`; so is the length taken
 
-    free --try_reserve--> owned --release--> free
-                            |---quarantine--> quarantined --confirm_revoked--> free
+free --try_reserve--> owned --release--> free
+                        |---quarantine--> quarantined --confirm_revoked--> free
 """
 
 from __future__ import annotations

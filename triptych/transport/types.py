@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from triptych.core.ids import AttemptRef
+from triptych.core.grant import GroupRegions
+from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Token
+from triptych.core.worker import WorkerInfo
 from triptych.transport.shm import SharedSegment
 
 
@@ -105,3 +107,32 @@ class AbortAsked:
 
 
 Asked = SlotAsked | BindAsked | EmbeddingCommitted | KvCommitted | AbortAsked
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a grant's credit became: the pages, and the generation that the commit must show."""
+
+    generation: int
+    groups: tuple[GroupRegions, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """A commit was taken, or an abort was carried out."""
+
+
+Answer = SlotGrant | HaveIt | Bound | Acknowledged
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One end of a session. `transports` best first."""
+
+    ref: WorkerRef
+    host_id: str
+    transports: tuple[str, ...]
+
+    @staticmethod
+    def of(worker: WorkerInfo) -> Endpoint:
+        return Endpoint(worker.ref, worker.host_id, worker.transports)

@@ -1,0 +1,277 @@
+"""The data plane's control frames <-> domain values. From-frame functions raise TriptychErrors and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from triptych.core.errors import InvalidRequest, TriptychError
+from triptych.core.plan import IDENTITY_BYTES
+from triptych.rpc import check, convert
+from triptych.rpc.errors import detail_from_error, error_from_detail
+from triptych.transport.layout import FINGERPRINT_BYTES
+from triptych.transport.types import (
+    AbortAsked,
+    Acknowledged,
+    Answer,
+    ArenaKind,
+    Asked,
+    BindAsked,
+    Bound,
+    EmbeddingCommitted,
+    Endpoint,
+    HaveIt,
+    KvCommitted,
+    SlotAsked,
+    SlotGrant,
+)
+from triptych.wire.v1 import common_pb2 as pb
+from triptych.wire.v1 import transfer_pb2 as wire
+
+PROTOCOL_VERSION: Final = 1
+MAX_REASON_CHARS: Final = 256
+MAX_MAPPING_ID: Final = 2**62
+_INT63: Final = 2**63 - 1
+_INT64: Final = 2**64 - 1
+
+_ARENA: dict[wire.ArenaKind, ArenaKind] = {
+    wire.ARENA_KIND_EMBEDDING: ArenaKind.EMBEDDING,
+    wire.ARENA_KIND_KV: ArenaKind.KV,
+}
+_ARENA_TO = {domain: number for number, domain in _ARENA.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Domain form of Hello."""
+
+    sender: Endpoint
+    kind: ArenaKind
+    layout_fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Domain form of HelloAck. `segment_name` is empty unless the transport is `shm`."""
+
+    transport: str
+    segment_name: str = ""
+    segment_bytes: int = 0
+    mapping_id: int = 0
+
+
+# --- hello -----------------------------------------------------------------------------------------------------------
+
+
+def greeting_to_frame(sequence: int, greeting: Greeting) -> wire.SessionRequest:
+    sender = greeting.sender
+    hello = wire.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        worker_id=sender.ref.worker_id,
+        epoch=sender.ref.epoch,
+        host_id=sender.host_id,
+        transports=sender.transports,
+        arena=_ARENA_TO[greeting.kind],
+        layout_fingerprint=greeting.layout_fingerprint,
+    )
+    return wire.SessionRequest(sequence=sequence, hello=hello)
+
+
+def greeting_from_frame(hello: wire.Hello) -> Greeting:
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise InvalidRequest(f"this worker speaks version {PROTOCOL_VERSION} of the transfer protocol")
+    check.at_most("transports", hello.transports, 16)
+    sender = Endpoint(
+        convert.worker_ref_from_proto(hello.worker_id, hello.epoch),
+        check.text("host_id", hello.host_id, 128),
+        tuple(check.name("transports", transport) for transport in hello.transports),
+    )
+    fingerprint = check.exact_bytes("layout_fingerprint", hello.layout_fingerprint, FINGERPRINT_BYTES)
+    return Greeting(sender, check.choice("arena", _ARENA, hello.arena), fingerprint)
+
+
+def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wire.SessionResponse:
+    ack = wire.HelloAck(
+        worker_id=receiver.ref.worker_id,
+        epoch=receiver.ref.epoch,
+        transport=welcome.transport,
+        segment_name=welcome.segment_name,
+        segment_bytes=welcome.segment_bytes,
+        mapping_id=welcome.mapping_id,
+    )
+    return wire.SessionResponse(sequence=sequence, hello_ack=ack)
+
+
+def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
+    return Welcome(
+        check.name("transport", ack.transport),
+        check.text("segment_name", ack.segment_name, 64),
+        check.integer("segment_bytes", ack.segment_bytes, 0, _INT63),
+        check.integer("mapping_id", ack.mapping_id, 0, MAX_MAPPING_ID),
+    )
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def asked_to_frame(sequence: int, asked: Asked) -> wire.SessionRequest:
+    ref = convert.ref_to_proto(asked.ref)
+    match asked:
+        case SlotAsked():
+            slot = wire.SlotRequest(
+                ref=ref,
+                item_index=asked.item_index,
+                identity=asked.identity,
+                num_tokens=asked.num_tokens,
+                num_bytes=asked.num_bytes,
+            )
+            return wire.SessionRequest(sequence=sequence, slot_request=slot)
+        case BindAsked():
+            bind = wire.BindRequest(ref=ref, grant_id=asked.grant_id, capability=asked.capability)
+            return wire.SessionRequest(sequence=sequence, bind_request=bind)
+        case AbortAsked():
+            abort = wire.Abort(ref=ref, grant_id=asked.grant_id or "", reason=asked.reason[:MAX_REASON_CHARS])
+            return wire.SessionRequest(sequence=sequence, abort=abort)
+        case EmbeddingCommitted() | KvCommitted():
+            return wire.SessionRequest(sequence=sequence, commit=_commit_to_proto(ref, asked))
+
+
+def _commit_to_proto(ref: pb.AttemptRef, asked: EmbeddingCommitted | KvCommitted) -> wire.Commit:
+    commit = wire.Commit(ref=ref, generation=asked.generation, capability=asked.capability)
+    if isinstance(asked, EmbeddingCommitted):
+        commit.embedding.CopyFrom(
+            wire.EmbeddingCommit(
+                item_index=asked.item_index,
+                slot_id=asked.slot_id,
+                num_bytes=asked.num_bytes,
+                checksum=asked.checksum,
+                source=convert.source_to_proto(asked.source),
+            )
+        )
+        return commit
+    commit.kv.CopyFrom(
+        wire.KvCommit(
+            grant_id=asked.grant_id,
+            num_tokens=asked.num_tokens,
+            num_bytes=asked.num_bytes,
+            first_token=convert.token_to_proto(asked.first_token),
+            position_delta=asked.position_delta,
+        )
+    )
+    return commit
+
+
+def asked_from_frame(frame: wire.SessionRequest) -> Asked:
+    """Anything but a hello."""
+    match frame.WhichOneof("kind"):
+        case "slot_request":
+            return _slot_from_proto(frame.slot_request)
+        case "bind_request":
+            bind = frame.bind_request
+            return BindAsked(
+                convert.ref_from_proto(bind.ref),
+                check.name("grant_id", bind.grant_id),
+                convert.capability_from_proto(bind.capability),
+            )
+        case "commit":
+            return _commit_from_proto(frame.commit)
+        case "abort":
+            abort = frame.abort
+            grant_id = check.name("grant_id", abort.grant_id) if abort.grant_id else None
+            reason = check.text("reason", abort.reason, MAX_REASON_CHARS)
+            return AbortAsked(convert.ref_from_proto(abort.ref), grant_id, reason)
+    raise InvalidRequest("the frame is empty, or of a kind that is not known here")
+
+
+def _slot_from_proto(slot: wire.SlotRequest) -> SlotAsked:
+    return SlotAsked(
+        convert.ref_from_proto(slot.ref),
+        check.integer("item_index", slot.item_index, 0, convert.MAX_ITEMS - 1),
+        check.exact_bytes("identity", slot.identity, IDENTITY_BYTES),
+        check.integer("num_tokens", slot.num_tokens, 1, convert.MAX_TOKENS),
+        check.integer("num_bytes", slot.num_bytes, 1, _INT63),
+    )
+
+
+def _commit_from_proto(commit: wire.Commit) -> EmbeddingCommitted | KvCommitted:
+    ref = convert.ref_from_proto(commit.ref)
+    generation = check.integer("generation", commit.generation, 0, _INT64)
+    capability = convert.capability_from_proto(commit.capability)
+    match commit.WhichOneof("kind"):
+        case "embedding":
+            embedding = commit.embedding
+            return EmbeddingCommitted(
+                ref,
+                check.integer("item_index", embedding.item_index, 0, convert.MAX_ITEMS - 1),
+                embedding.slot_id,
+                generation,
+                capability,
+                check.integer("num_bytes", embedding.num_bytes, 1, _INT63),
+                embedding.checksum,
+                convert.source_from_proto(embedding.source),
+            )
+        case "kv":
+            kv = commit.kv
+            check.present(kv, "first_token")
+            return KvCommitted(
+                ref,
+                check.name("grant_id", kv.grant_id),
+                generation,
+                capability,
+                check.integer("num_tokens", kv.num_tokens, 1, 2 * convert.MAX_TOKENS),
+                check.integer("num_bytes", kv.num_bytes, 1, _INT63),
+                convert.token_from_proto(kv.first_token),
+                check.integer("position_delta", kv.position_delta, -2 * convert.MAX_TOKENS, 2 * convert.MAX_TOKENS),
+            )
+    raise InvalidRequest("a commit must name an embedding or a grant")
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def answer_to_frame(sequence: int, answer: Answer | TriptychError) -> wire.SessionResponse:
+    match answer:
+        case SlotGrant():
+            grant = wire.SlotGrant(
+                slot_id=answer.slot_id,
+                offset=answer.offset,
+                num_bytes=answer.num_bytes,
+                generation=answer.generation,
+                capability=answer.capability,
+            )
+            return wire.SessionResponse(sequence=sequence, slot_grant=grant)
+        case HaveIt():
+            have_it = wire.HaveIt(source=convert.source_to_proto(answer.source))
+            return wire.SessionResponse(sequence=sequence, have_it=have_it)
+        case Bound():
+            groups = [convert.group_to_proto(group) for group in answer.groups]
+            return wire.SessionResponse(
+                sequence=sequence, bound=wire.Bound(generation=answer.generation, groups=groups)
+            )
+        case Acknowledged():
+            return wire.SessionResponse(sequence=sequence, ack=wire.Ack())
+        case TriptychError():
+            return wire.SessionResponse(sequence=sequence, refused=wire.Refused(error=detail_from_error(answer)))
+
+
+def answer_from_frame(frame: wire.SessionResponse) -> Answer | TriptychError:
+    """Anything but a hello_ack. A `refused` is answered as the error it carries, not raised."""
+    match frame.WhichOneof("kind"):
+        case "slot_grant":
+            grant = frame.slot_grant
+            return SlotGrant(
+                grant.slot_id,
+                check.integer("offset", grant.offset, 0, _INT63),
+                check.integer("num_bytes", grant.num_bytes, 1, _INT63),
+                grant.generation,
+                convert.capability_from_proto(grant.capability),
+            )
+        case "have_it":
+            return HaveIt(convert.source_from_proto(frame.have_it.source))
+        case "bound":
+            return Bound(frame.bound.generation, convert.groups_from_proto(frame.bound.groups))
+        case "ack":
+            return Acknowledged()
+        case "refused":
+            return error_from_detail(frame.refused.error)
+    raise InvalidRequest("the answer is empty, or of a kind that is not known here")

@@ -1,0 +1,119 @@
+"""One link per (receiver process, arena), made once, shared by all who send there, dropped when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from triptych.core.errors import DeadlineExceeded, PeerLost
+from triptych.core.ids import WorkerRef
+from triptych.core.worker import WorkerInfo
+from triptych.rpc.client import TransferStub
+from triptych.transport.inproc import InprocLink
+from triptych.transport.link import CONNECT_TIMEOUT_S, EmbeddingLink, KvLink, ReceiverLink
+from triptych.transport.receiver import Receivers
+from triptych.transport.session import INPROC, choose_transport
+from triptych.transport.types import ArenaKind, Endpoint
+
+AnyLink = ReceiverLink | InprocLink
+Key = tuple[WorkerRef, ArenaKind]
+
+
+class LinkPool:
+    """Owner of this process's outgoing links.
+
+    Args:
+        me: this process.
+        stub_of: `functools.partial(transfer_stub, channels)`; dials a worker from the registry.
+        receivers: what this process can land itself, for receivers that turn out to be this process.
+    """
+
+    def __init__(
+        self, me: Endpoint, stub_of: Callable[[WorkerInfo], TransferStub], receivers: Receivers | None = None
+    ) -> None:
+        self._me = me
+        self._stub_of = stub_of
+        self._receivers = receivers or Receivers()
+        self._links: dict[Key, asyncio.Task[AnyLink]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def embedding_link(
+        self, receiver: WorkerInfo, layout_fingerprint: bytes, *, timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> EmbeddingLink:
+        """A ready link. Raises TransferRefused, PeerLost or DeadlineExceeded; the next call tries anew."""
+        return await self._get(receiver, ArenaKind.EMBEDDING, layout_fingerprint, timeout_s)
+
+    async def kv_link(
+        self, receiver: WorkerInfo, layout_fingerprint: bytes, *, timeout_s: float = CONNECT_TIMEOUT_S
+    ) -> KvLink:
+        """A ready link. Raises TransferRefused, PeerLost or DeadlineExceeded; the next call tries anew."""
+        return await self._get(receiver, ArenaKind.KV, layout_fingerprint, timeout_s)
+
+    async def close(self) -> None:
+        """Closes every link; what waits on one fails with PeerLost."""
+        for key in list(self._links):
+            self._drop(key)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _get(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes, timeout_s: float) -> AnyLink:
+        key = (receiver.ref, kind)
+        self._drop_broken(key)
+        if key not in self._links:
+            self._drop_older(key)
+            connecting = asyncio.create_task(self._connect(receiver, kind, layout), name="transfer-connect")
+            connecting.add_done_callback(lambda task: self._forget_failed(key, task))
+            self._links[key] = connecting
+        return await _shared(self._links[key], timeout_s)
+
+    async def _connect(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes) -> AnyLink:
+        if choose_transport(self._me, Endpoint.of(receiver)) == INPROC:
+            return InprocLink(self._me.ref, self._receivers, kind, layout)
+        link = ReceiverLink(self._me, receiver.ref, kind, layout)
+        await link.connect(self._stub_of(receiver))
+        return link
+
+    def _forget_failed(self, key: Key, task: asyncio.Task[AnyLink]) -> None:
+        if _has_failed(task) and self._links.get(key) is task:
+            del self._links[key]
+
+    def _drop_broken(self, key: Key) -> None:
+        task = self._links.get(key)
+        if task is not None and task.done() and (_has_failed(task) or task.result().closed.is_set()):
+            self._drop(key)
+
+    def _drop_older(self, key: Key) -> None:
+        """A worker that was born again leaves links to its former self."""
+        ref, kind = key
+        for old in [k for k in self._links if k[0].worker_id == ref.worker_id and k[1] is kind]:
+            self._drop(old)
+
+    def _drop(self, key: Key) -> None:
+        closing = asyncio.create_task(self._close_link(self._links.pop(key)), name="transfer-link-close")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    @staticmethod
+    async def _close_link(task: asyncio.Task[AnyLink]) -> None:
+        if not task.done():
+            task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(result, BaseException):
+            await result.close()
+
+
+def _has_failed(task: asyncio.Task[AnyLink]) -> bool:
+    return task.cancelled() or (task.done() and task.exception() is not None)
+
+
+async def _shared(connecting: asyncio.Task[AnyLink], timeout_s: float) -> AnyLink:
+    """Waits with others. Whoever gives up must not take the link from the rest, hence the shield."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(connecting)
+    except TimeoutError:
+        raise DeadlineExceeded("no link to the other worker could be made in time") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if connecting.cancelled() and (task is None or not task.cancelling()):
+            raise PeerLost("the link was closed while it was being made") from None
+        raise

@@ -1,0 +1,346 @@
+"""The Transfer service: drives the receivers of this process with the frames of many senders.
+
+    frame --take--> a task of its own --answer--> outgoing queue --write--> stream
+                    abort: first cancels the tasks of its ref that still wait
+
+The stream's coroutine only reads. The work lives in the conversation's own task group, so that a broken stream cancels
+nobody in the middle of a commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from triptych.core.errors import Aborted, NoRoom, TransferRefused, TriptychError
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError
+from triptych.transport.receiver import Receivers
+from triptych.transport.session import MAX_OUTSTANDING, ArenaOffer, Greeted, ReceiverSession, State, Work
+from triptych.transport.types import (
+    AbortAsked,
+    Acknowledged,
+    Answer,
+    ArenaKind,
+    Asked,
+    BindAsked,
+    Bound,
+    EmbeddingCommitted,
+    Endpoint,
+    KvCommitted,
+    SlotAsked,
+)
+from triptych.wire.v1 import transfer_pb2 as wire
+from triptych.wire.v1 import transfer_pb2_grpc
+
+# How long a greeting waits for the mapping of the same sender's previous session to go away.
+SUPERSEDE_TIMEOUT_S: Final = 5.0
+MAX_UNREAD: Final = 4 * MAX_OUTSTANDING
+MAPPING_POLL_S: Final = 0.02
+MAPPING_POLL_MAX_S: Final = 0.5
+MAPPING_WARN_S: Final = 10.0
+
+_log = logging.getLogger(__name__)
+_mapping_ids = itertools.count(1)
+
+Waiting = asyncio.Task[Answer | TriptychError]
+PeerKey = tuple[WorkerRef, ArenaKind]
+
+
+class TransferServicer(transfer_pb2_grpc.TransferServicer):
+    """Owner of the conversations with all senders; at most one per (sender, arena).
+
+    Args:
+        me: this process, as the registry shows it; `inproc` senders never come here.
+        receivers: what can be landed here.
+    """
+
+    def __init__(self, me: Endpoint, receivers: Receivers) -> None:
+        self._me = me
+        self._receivers = receivers
+        self._talks: dict[PeerKey, Conversation] = {}
+        self._lives: set[asyncio.Task[None]] = set()
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    async def Session(  # noqa: N802 - the name in the proto
+        self, request_iterator: AsyncIterator[wire.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        talk = Conversation(self._me, self._receivers, context.write)
+        life = self._spawn(talk.live())
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams.add(stream)
+        talk.hang_up = stream.cancel
+        try:
+            async with AbortOnError(context):
+                async for frame in request_iterator:
+                    await self._take(talk, life, frame)
+                    if talk.is_over:
+                        break
+                talk.end()
+                await talk.written.wait()
+        finally:
+            self._streams.discard(stream)
+            talk.end()
+
+    async def close(self) -> None:
+        """Ends all conversations, before the arenas go away. The senders see PeerLost."""
+        for stream in list(self._streams):
+            stream.cancel()
+        for talk in list(self._talks.values()):
+            talk.end()
+        for life in list(self._lives):
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    async def _take(self, talk: Conversation, life: asyncio.Task[None], frame: wire.SessionRequest) -> None:
+        greeted = talk.take(frame)
+        if greeted is None:
+            return
+        key = (greeted.greeting.sender.ref, greeted.greeting.kind)
+        try:
+            await self._supersede(key)
+        except TriptychError as error:
+            talk.refuse(greeted, error)
+            return
+        self._talks[key] = talk
+        life.add_done_callback(lambda _: self._forget(key, talk))
+        talk.welcome(greeted)
+
+    async def _supersede(self, key: PeerKey) -> None:
+        """A sender greets again when its former link broke: what that one was granted must be settled first, or its
+        farewell would free what the new session is granted."""
+        former = self._talks.get(key)
+        if former is None:
+            return
+        former.end()
+        former.hang_up()
+        try:
+            async with asyncio.timeout(SUPERSEDE_TIMEOUT_S):
+                await former.settled.wait()
+        except TimeoutError:
+            raise TransferRefused("the former session of this worker still has the arena mapped") from None
+        if key in self._talks and self._talks[key] is not former:
+            raise TransferRefused("another session of this worker was faster")
+
+    def _forget(self, key: PeerKey, talk: Conversation) -> None:
+        if self._talks.get(key) is talk:
+            del self._talks[key]
+
+    def _spawn(self, life: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(life, name="transfer-conversation")
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+        return task
+
+
+class Conversation:
+    """One sender's session: its frames, the tasks that work on them, and the farewell to its receiver."""
+
+    def __init__(
+        self, me: Endpoint, receivers: Receivers, write: Callable[[wire.SessionResponse], Awaitable[None]]
+    ) -> None:
+        self._receivers = receivers
+        self._session = ReceiverSession(me, self._offer)
+        self._write_frame = write
+        self._mapping_id = next(_mapping_ids)
+        self._outgoing: asyncio.Queue[wire.SessionResponse | None] = asyncio.Queue()  # at most MAX_UNREAD
+        self._work: asyncio.Queue[Work | None] = asyncio.Queue()
+        self._waits: dict[AttemptRef, set[Waiting]] = defaultdict(set)
+        self._ended = False
+        self._welcomed = False
+        self.written = asyncio.Event()
+        self.settled = asyncio.Event()
+        self.hang_up: Callable[[], object] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        return self._session.state is State.CLOSED
+
+    def take(self, frame: wire.SessionRequest) -> Greeted | None:
+        """Refuses an illegal frame, starts work on a legal one, and answers a greeting for the caller to decide.
+
+        Raises:
+            NoRoom: the sender floods us and reads no answers; its session must end.
+        """
+        if self._outgoing.qsize() >= MAX_UNREAD:
+            raise NoRoom("too many unread answers: the session is over")
+        outcome = self._session.receive(frame)
+        match outcome:
+            case Greeted():
+                return outcome
+            case Work():
+                self._work.put_nowait(outcome)
+            case wire.SessionResponse():
+                self._outgoing.put_nowait(outcome)
+        return None
+
+    def welcome(self, greeted: Greeted) -> None:
+        self._welcomed = True
+        self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id))
+
+    def refuse(self, greeted: Greeted, error: TriptychError) -> None:
+        self._outgoing.put_nowait(self._session.refuse(greeted, error))
+
+    def end(self) -> None:
+        """No more frames will come. Idempotent; the rest happens in `live`."""
+        if not self._ended:
+            self._ended = True
+            self._work.put_nowait(None)
+
+    async def live(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(), name="transfer-write")
+                async with asyncio.TaskGroup() as work:
+                    await self._start_work(work)
+                self._session.close()
+                self._outgoing.put_nowait(None)
+            await self._wait_until_unmapped()
+        finally:
+            self.written.set()
+            await self._say_farewell()
+            self.settled.set()
+
+    async def _start_work(self, tasks: asyncio.TaskGroup) -> None:
+        while (work := await self._work.get()) is not None:
+            asked = work.asked
+            # What was asked for the ref before its abort, and still waits for room.
+            cancelled = self._cancel_waits(asked.ref) if isinstance(asked, AbortAsked) else []
+            task = tasks.create_task(self._answer(asked, cancelled), name="transfer-work")
+            if isinstance(asked, SlotAsked | BindAsked):
+                self._waits[asked.ref].add(task)
+            # Not in the task itself: one that is cancelled before its first step never runs, and still needs an answer.
+            task.add_done_callback(partial(self._finish, work))
+        for ref in list(self._waits):
+            self._cancel_waits(ref)
+
+    def _cancel_waits(self, ref: AttemptRef) -> list[Waiting]:
+        tasks = list(self._waits.get(ref, ()))
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _finish(self, work: Work, task: Waiting) -> None:
+        waiting = self._waits.get(work.asked.ref)
+        if waiting is not None:
+            waiting.discard(task)
+            if not waiting:
+                del self._waits[work.asked.ref]
+        answer = Aborted("given up by the sender") if task.cancelled() else task.result()
+        self._outgoing.put_nowait(self._session.answer(work.sequence, answer))
+
+    async def _answer(self, asked: Asked, after: list[Waiting]) -> Answer | TriptychError:
+        try:
+            if after:
+                await asyncio.wait(after)
+            return await self._carry_out(asked)
+        except TriptychError as error:
+            return error
+        except Exception:
+            _log.exception("a receiver failed with an error that is no TriptychError")
+            return TriptychError(INTERNAL_MESSAGE)
+
+    async def _carry_out(self, asked: Asked) -> Answer:
+        embedding, kv = self._receivers.embedding, self._receivers.kv
+        peer = self._peer()
+        match asked:
+            case SlotAsked() if embedding is not None:
+                return await embedding.request_slot(
+                    peer, asked.ref, asked.item_index, asked.identity, asked.num_tokens, asked.num_bytes
+                )
+            case EmbeddingCommitted() if embedding is not None:
+                await embedding.commit_embedding(
+                    peer,
+                    asked.ref,
+                    asked.item_index,
+                    asked.slot_id,
+                    asked.generation,
+                    asked.capability,
+                    asked.num_bytes,
+                    asked.checksum,
+                    asked.source,
+                )
+            case BindAsked() if kv is not None:
+                grant = await kv.bind(peer, asked.ref, asked.grant_id, asked.capability)
+                return Bound(grant.generation, grant.groups)
+            case KvCommitted() if kv is not None:
+                await kv.commit_kv(
+                    peer,
+                    asked.ref,
+                    asked.grant_id,
+                    asked.generation,
+                    asked.capability,
+                    asked.num_tokens,
+                    asked.num_bytes,
+                    asked.first_token,
+                    asked.position_delta,
+                )
+            case AbortAsked():
+                await self._abort(peer, asked)
+            case _:
+                raise TransferRefused("this worker has no arena of that kind")
+        return Acknowledged()
+
+    async def _abort(self, peer: WorkerRef, asked: AbortAsked) -> None:
+        embedding, kv = self._receivers.embedding, self._receivers.kv
+        if self._kind() is ArenaKind.KV and kv is not None:
+            await kv.abort(peer, asked.ref, asked.grant_id, asked.reason)
+        elif embedding is not None:
+            await embedding.abort(peer, asked.ref, asked.reason)
+
+    async def _write(self) -> None:
+        """Until the stream breaks; then the rest of the answers go nowhere."""
+        try:
+            while (frame := await self._outgoing.get()) is not None:
+                await self._write_frame(frame)
+        except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
+            self.end()
+        finally:
+            self.written.set()
+
+    async def _wait_until_unmapped(self) -> None:
+        """A sender that lost the stream may still be writing: nothing it was granted is free before its mapping is
+        gone. When the process is dead, that is already so."""
+        if not self._welcomed:
+            return
+        arena = self._receivers.arena(self._kind())
+        waited_s, pause_s = 0.0, MAPPING_POLL_S
+        while arena is not None and arena.segment is not None and arena.segment.is_mapped_as(self._mapping_id):
+            await asyncio.sleep(pause_s)
+            waited_s += pause_s
+            if waited_s >= MAPPING_WARN_S > waited_s - pause_s:
+                _log.warning("a lost sender still has the arena mapped", extra={"worker": self._peer().worker_id})
+            pause_s = min(2 * pause_s, MAPPING_POLL_MAX_S)
+
+    async def _say_farewell(self) -> None:
+        if not self._welcomed:
+            return
+        try:
+            if self._kind() is ArenaKind.KV and self._receivers.kv is not None:
+                await self._receivers.kv.peer_lost(self._peer())
+            elif self._receivers.embedding is not None:
+                await self._receivers.embedding.peer_lost(self._peer())
+        except Exception:
+            _log.exception("a receiver failed while it let go of a lost peer")
+
+    def _offer(self, kind: ArenaKind) -> ArenaOffer | None:
+        arena = self._receivers.arena(kind)
+        if arena is None or arena.segment is None:
+            return None
+        return ArenaOffer(arena.layout_fingerprint, arena.segment.name, arena.segment.num_bytes)
+
+    def _peer(self) -> WorkerRef:
+        assert self._session.greeting is not None
+        return self._session.greeting.sender.ref
+
+    def _kind(self) -> ArenaKind:
+        assert self._session.greeting is not None
+        return self._session.greeting.kind
