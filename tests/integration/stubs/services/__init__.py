@@ -1,0 +1,1 @@
+"""Services without a model, to test the launcher: found before the real ones by PYTHONPATH."""

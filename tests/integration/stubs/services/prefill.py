@@ -1,0 +1,4 @@
+from services.stub import run_worker
+from triptych.core.worker import Role
+
+run_worker(Role.PREFILL)
