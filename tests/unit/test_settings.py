@@ -143,13 +143,17 @@ def test_run_main_turns_a_startup_error_into_a_sentence(capsys: pytest.CaptureFi
     assert run_main(lambda: 0) == 0
 
 
-SETTINGS_FILES = sorted(REPOSITORY.glob("services/*/settings.py"))
+SETTINGS_FILES = sorted([*REPOSITORY.glob("services/*/settings.py"), *REPOSITORY.glob("triptych/*/settings.py")])
 
 
-@pytest.mark.parametrize("path", SETTINGS_FILES, ids=lambda path: path.parent.name)
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", SETTINGS_FILES, ids=_module_name)
 def test_the_fields_of_every_service_are_listed(path: Path) -> None:
     """So that a variable meant for one service does not stop the others."""
-    for value in vars(importlib.import_module(f"services.{path.parent.name}.settings")).values():
+    for value in vars(importlib.import_module(_module_name(path))).values():
         if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__name__.endswith("Settings"):
             names = {entry.name for entry in dataclasses.fields(value)}
             assert names <= environment.SETTING_NAMES, "add them to triptych/core/environment.py"

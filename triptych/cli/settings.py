@@ -34,8 +34,8 @@ class UpSettings:
         default=None, metadata={"help": "keep the logs here; without it they end with the cluster"}
     )
     ready_file: Path | None = field(default=None, metadata={"help": "written (JSON) when the cluster can serve"})
-    threads: int | None = field(
-        default=None, metadata={"min": 1, "max": 1024, "help": "of each worker; without it the cores are shared out"}
+    threads: int = field(
+        default=0, metadata={"min": 0, "max": 4096, "help": "of each worker; 0 shares the cores out among them"}
     )
     startup_timeout: float = field(default=180.0, metadata={"min": 1, "help": "seconds until a start has failed"})
 

@@ -27,6 +27,17 @@ _ROUTER = {
     "max_queue",
     "request_timeout_s",
 }
-_WORKERS = {"metrics_port", "threads", "worker_id"}
+_WORKERS = {"worker_id", "metrics_port", "insecure_network", "device", "dtype", "threads"}
+_VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}
+_LANGUAGE = {
+    "chunk_tokens",
+    "kv_pool_bytes",
+    "landing_bytes",
+    "max_sequences",
+    "max_waiting",
+    "min_partial_tokens",
+    "page_tokens",
+    "step_tokens",
+}
 
-SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _ROUTER | _WORKERS)
+SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _ROUTER | _WORKERS | _VISION | _LANGUAGE)
