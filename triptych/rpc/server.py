@@ -132,7 +132,7 @@ def add_describe(server: RpcServer, describe: Callable[[], WorkerInfo]) -> None:
     server.add(registry_pb2_grpc.add_WorkerRegistryServicer_to_server, DescribeServicer(describe))
 
 
-class _TokenInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Everything but health needs the token."""
 
     def __init__(self, token: str | None) -> None:
