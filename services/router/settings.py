@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triptych.obs.logs import LEVELS
-
 from triptych.core.settings import load_settings
+from triptych.obs.log import LEVELS
 
 SERVICE = "router"
 _MIB = 2**20

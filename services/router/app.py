@@ -1,0 +1,215 @@
+"""Composition root: settings to running parts, and their orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import orjson
+import uvicorn
+from fastapi import FastAPI
+from PIL import Image
+
+from services.router.chat_service import ChatLimits, ChatService
+from services.router.fetch import UrlFetcher, new_client
+from services.router.media import MediaLimits, MediaReader
+from services.router.openai_api import build_api
+from services.router.pipeline import Pipeline, Workers
+from services.router.placement import ClusterView
+from services.router.planner import Planner, SamplingDefaults
+from services.router.queue import AdmissionQueue
+from services.router.settings import RouterSettings
+from services.router.tasks import unwrapped_group
+from triptych.core.clock import SystemClock
+from triptych.core.errors import StartupError
+from triptych.core.plan import Modality
+from triptych.core.worker import Role
+from triptych.model.adapters.base import Adapter
+from triptych.model.registry import adapter_for
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
+from triptych.rpc.client import ChannelPool
+from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.tokenizer import ChatTokenizer
+
+# Threads for what would block the event loop: base64, headers, hashing, tokenizing.
+WORK_THREADS = 4
+SHUTDOWN_GRACE_S = 5
+
+_log = logging.getLogger(__name__)
+
+
+class Model:
+    """What the router knows of the model: its adapter's pure half, its tokenizer, its defaults."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.adapter: Adapter = adapter_for(model_dir)
+        placeholder_id = self.adapter.placeholder_id(Modality.IMAGE)
+        self.tokenizer = ChatTokenizer(model_dir, placeholder_id)
+        self.planner = Planner(self.adapter, self.tokenizer, SamplingDefaults.from_model(model_dir))
+
+    def new_detokenizer(self) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.tokenizer.tokenizer)
+
+
+class Cluster:
+    """The registry as this router's model sees it."""
+
+    def __init__(self, registry: Workers, adapter: Adapter) -> None:
+        self.registry = registry
+        self._adapter = adapter
+
+    def view(self) -> ClusterView:
+        return ClusterView.of(self.registry.workers(), self._adapter.fingerprint)
+
+    def missing_roles(self) -> tuple[Role, ...]:
+        return self.view().missing_roles()
+
+    def context_tokens(self) -> int:
+        return self.view().context_tokens(self._adapter.max_sequence_tokens)
+
+
+@asynccontextmanager
+async def router_app(
+    settings: RouterSettings, model: Model, cluster: Cluster, channels: ChannelPool
+) -> AsyncIterator[FastAPI]:
+    """The ASGI application; closes what it owns when the block ends."""
+    clock = SystemClock()
+    client = new_client() if settings.allow_url_fetch else None
+    fetch = UrlFetcher(client, settings.max_media_bytes) if client else None
+    limits = MediaLimits(settings.max_media_items, settings.max_media_bytes, settings.max_pixels)
+    with _work_threads() as executor:
+        chat = ChatService(
+            model_name=model.adapter.model_name,
+            limits=ChatLimits(settings.max_body_bytes, settings.request_timeout_s, settings.strict),
+            reader=MediaReader(limits, executor, fetch),
+            planner=model.planner,
+            pipeline=Pipeline(cluster.registry, channels, AdmissionQueue(settings.max_queue), clock),
+            executor=executor,
+            clock=clock,
+            new_detokenizer=model.new_detokenizer,
+            context_tokens=cluster.context_tokens,
+        )
+        try:
+            yield build_api(chat, cluster.missing_roles)
+        finally:
+            if client is not None:
+                await client.aclose()
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Runs until SIGINT or SIGTERM. Raises StartupError."""
+    # Beyond our own limit a picture is refused, so Pillow's softer warning must not pass silently.
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+    model = Model(settings.model)
+    folder = RuntimeFolder(settings.runtime_dir)
+    registry, channels = StaticRegistry(folder), ChannelPool(folder.token())
+    cluster = Cluster(registry, model.adapter)
+    with _listen(settings.host, settings.port) as listener, unwrapped_group():
+        async with router_app(settings, model, cluster, channels) as app:
+            server = _Server(
+                uvicorn.Config(
+                    app,
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+                )
+            )
+            async with asyncio.TaskGroup() as group:
+                beside = [
+                    group.create_task(registry.run()),
+                    group.create_task(_forget_the_gone(registry, channels)),
+                    group.create_task(_announce(settings, server, cluster, registry, listener)),
+                ]
+                await server.serve(sockets=[listener])
+                for task in beside:
+                    task.cancel()
+        await channels.close()
+
+
+class _Server(uvicorn.Server):
+    """Ends quietly on a signal, where uvicorn would raise it again and skip our own cleaning up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+async def _announce(
+    settings: RouterSettings,
+    server: _Server,
+    cluster: Cluster,
+    registry: StaticRegistry,
+    listener: socket.socket,
+) -> None:
+    """Says where the API is: in the log when it listens, in the ready file when every stage can serve."""
+    await server.listening.wait()
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    _log.info("the API listens", extra={"url": url})
+    while cluster.missing_roles():
+        await registry.changed()
+    _log.info("every stage is ready", extra={"url": url})
+    if settings.ready_file is not None:
+        _write_atomically(settings.ready_file, orjson.dumps({"url": url}) + b"\n")
+
+
+async def _forget_the_gone(registry: StaticRegistry, channels: ChannelPool) -> None:
+    """Closes the channels of workers that left."""
+    known = registry.workers()
+    while True:
+        now = await registry.changed()
+        for worker_id in {worker.worker_id for worker in known} - {worker.worker_id for worker in now}:
+            await channels.forget(worker_id)
+        known = now
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises StartupError when the address is taken or is none of ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise StartupError(
+            f"cannot listen on port {port} of {host}: {error.strerror}; choose another --port"
+        ) from error
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+@contextmanager
+def _work_threads() -> Iterator[Executor]:
+    executor = ThreadPoolExecutor(WORK_THREADS, thread_name_prefix="router-work")
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,265 @@
+"""One try at one answer: the flow of grant, prefill, encoding and decoding over whatever workers were chosen.
+
+admit:   Generate at a decode worker, until one grants room          (waits in the router's queue)
+then at the same time:
+         Prefill(plan, grant)          -> first token, `need_items`
+         Encode(items) at each encoder -> media bytes when asked for
+         Generate                      -> the other tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+
+from services.router import calls
+from services.router.calls import (
+    Admitted,
+    DecodeEvent,
+    GenerateCall,
+    Granted,
+    NeedItems,
+    PrefillEvent,
+    Retracted,
+    StageDone,
+    Tokens,
+)
+from services.router.placement import ClusterView, decode_candidates, encoder_shares, prefill_worker
+from services.router.queue import AdmissionQueue
+from services.router.tasks import unwrapped_group
+from triptych.core.errors import CapacityError, NoRoom, PeerLost, TriptychError
+from triptych.core.grant import Grant
+from triptych.core.ids import AttemptRef
+from triptych.core.plan import FinishReason, Item, Plan, Token
+from triptych.core.timeline import Timeline, TimelineEvent
+from triptych.core.worker import Role, WorkerInfo
+from triptych.obs import metrics
+from triptych.rpc.client import ChannelPool
+
+# When the answer is complete, encoders get this long to deliver their part of the timeline.
+ENCODER_GRACE_S = 0.25
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of an answer so far; the attempt writes it, the caller reads it whenever the answer ends.
+
+    `reported_tokens` is the length of the answer according to the stage that ended it.
+    """
+
+    cached_tokens: int = 0
+    reported_tokens: int | None = None
+    timeline: list[TimelineEvent] = field(default_factory=list)
+    workers: dict[Role, list[str]] = field(default_factory=dict)
+
+    def add_worker(self, role: Role, worker: WorkerInfo) -> None:
+        names = self.workers.setdefault(role, [])
+        if worker.worker_id not in names:
+            names.append(worker.worker_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an attempt is about. `media` are the encoded bytes, one per item of the plan."""
+
+    ref: AttemptRef
+    plan: Plan
+    media: Sequence[bytes]
+    deadline_s: float  # by the event loop's clock
+
+    def remaining_s(self) -> float:
+        return max(self.deadline_s - asyncio.get_running_loop().time(), 0.001)
+
+    def plan_now(self) -> Plan:
+        """The plan with the time that is left, as every message carries it."""
+        return replace(self.plan, timeout_s=self.remaining_s())
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    call: GenerateCall
+    grant: Grant
+
+
+class Attempt:
+    """Owns the calls of one try; all of them have ended when `run` returns or raises.
+
+    `failed_workers` names the workers whose calls failed, for the next try to avoid.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        view: Callable[[], ClusterView],
+        channels: ChannelPool,
+        queue: AdmissionQueue,
+        turn: int,
+        timeline: Timeline,
+        progress: Progress,
+        emit: Callable[[int, Iterable[Token]], None],
+    ) -> None:
+        self.failed_workers: set[str] = set()
+        self._job = job
+        self._view = view
+        self._channels = channels
+        self._queue = queue
+        self._turn = turn
+        self._timeline = timeline
+        self._progress = progress
+        self._emit = emit
+        self._encodes: set[asyncio.Task[None]] = set()
+        self._finish: FinishReason | None = None
+
+    async def run(self) -> FinishReason:
+        """Emits every token of the answer, in any order, and says why it ended. Raises one TriptychError."""
+        async with self._admitted() as admission:
+            start_ns = self._timeline.clock.monotonic_ns()
+            view = self._view()
+            prefill = prefill_worker(view, admission.call.worker, self._turn)
+            items = dict(enumerate(self._job.plan.items))
+            with unwrapped_group():
+                async with asyncio.TaskGroup() as group:
+                    self._dispatch(group, view, prefill, items)
+                    first = group.create_task(self._follow_prefill(group, prefill, admission.grant))
+                    rest = group.create_task(self._follow_decode(admission.call))
+                    self._timeline.add("dispatch", start_ns)
+                    await self._until_finished(first, rest)
+        if self._finish is None:
+            raise PeerLost("the answer ended without a reason")
+        return self._finish
+
+    async def _until_finished(self, first: asyncio.Task[None], rest: asyncio.Task[None]) -> None:
+        """A failure of any task cancels this from outside, so what is waited for here has gone well."""
+        await asyncio.wait([first])
+        if self._finish is not None:
+            rest.cancel()  # The first token ended the answer: the grant is not needed.
+        await asyncio.wait([rest])
+        if self._encodes:
+            await asyncio.wait(self._encodes, timeout=ENCODER_GRACE_S)
+        for encode in self._encodes:
+            encode.cancel()
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[Admission]:
+        """Room at a decode worker for the length of the block."""
+        start_ns = self._timeline.clock.monotonic_ns()
+        admission = await self._queue.admit(self._ask_for_room)
+        self._timeline.add("queue", start_ns)
+        if self._job.ref.attempt == 0:
+            metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
+        self._progress.add_worker(Role.DECODE, admission.call.worker)
+        try:
+            yield admission
+        finally:
+            admission.call.cancel()
+            self._queue.room_may_be_free()
+
+    async def _ask_for_room(self) -> Admission | None:
+        """None when all are full just now. A worker that is lost is passed over while another answers."""
+        lost: TriptychError | None = None
+        full = False
+        for worker in decode_candidates(self._view(), self._turn):
+            try:
+                return await self._ask_worker(worker)
+            except NoRoom:
+                full = True
+            except (PeerLost, CapacityError) as error:
+                self.failed_workers.add(worker.worker_id)
+                lost = error
+        if full or lost is None:
+            return None
+        raise lost
+
+    async def _ask_worker(self, worker: WorkerInfo) -> Admission:
+        call = GenerateCall(
+            self._channels, worker, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
+        )
+        try:
+            return Admission(call, await call.granted())
+        except BaseException:
+            call.cancel()
+            raise
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    async def _follow_prefill(self, group: asyncio.TaskGroup, worker: WorkerInfo, grant: Grant) -> None:
+        self._progress.add_worker(Role.PREFILL, worker)
+        job = self._job
+        events = calls.prefill_events(
+            self._channels, worker, job.ref, job.plan_now(), grant, timeout_s=job.remaining_s()
+        )
+        with self._blaming(worker):
+            async with aclosing(events):
+                async for event in events:
+                    self._on_prefill(group, worker, event)
+
+    def _on_prefill(self, group: asyncio.TaskGroup, worker: WorkerInfo, event: PrefillEvent) -> None:
+        match event:
+            case Admitted():
+                self._progress.cached_tokens = event.cached_tokens
+            case NeedItems():
+                self._dispatch_again(group, worker, event.indices)
+            case Tokens():
+                self._emit(self._job.ref.attempt, event.tokens)
+            case StageDone():
+                self._collect(event)
+
+    async def _follow_decode(self, call: GenerateCall) -> None:
+        with self._blaming(call.worker):
+            async with aclosing(call.events()) as events:
+                async for event in events:
+                    self._on_decode(event)
+
+    def _on_decode(self, event: DecodeEvent) -> None:
+        match event:
+            case Granted():
+                raise TriptychError("a decode worker granted room twice")
+            case Tokens():
+                self._emit(self._job.ref.attempt, event.tokens)
+            case Retracted():
+                raise PeerLost("the answer lost its place at a decode worker under pressure")
+            case StageDone():
+                self._collect(event)
+
+    def _collect(self, done: StageDone) -> None:
+        self._progress.timeline.extend(done.timeline)
+        if done.finish_reason is FinishReason.ABORT:
+            raise PeerLost("a worker gave the answer up")
+        if done.finish_reason is not None:
+            self._finish = done.finish_reason
+            self._progress.reported_tokens = done.usage.completion_tokens if done.usage else None
+
+    def _dispatch_again(self, group: asyncio.TaskGroup, prefill: WorkerInfo, indices: Iterable[int]) -> None:
+        wanted = {index: item for index, item in enumerate(self._job.plan.items) if index in set(indices)}
+        _log.warning("embeddings were lost and are encoded again", extra={"request_id": self._job.ref.request_id})
+        self._dispatch(group, self._view(), prefill, wanted)
+
+    def _dispatch(
+        self, group: asyncio.TaskGroup, view: ClusterView, prefill: WorkerInfo, items: Mapping[int, Item]
+    ) -> None:
+        for worker, share in encoder_shares(view, prefill, items):
+            self._encodes.add(group.create_task(self._encode(worker, prefill, share)))
+
+    async def _encode(self, worker: WorkerInfo, prefill: WorkerInfo, share: Mapping[int, Item]) -> None:
+        self._progress.add_worker(Role.ENCODER, worker)
+        media = {index: self._job.media[index] for index in share}
+        job = calls.EncodeJob(self._job.ref, prefill, share, media, self._job.plan.model_fingerprint)
+        with self._blaming(worker):
+            done = await calls.encode(self._channels, worker, job, timeout_s=self._job.remaining_s())
+        self._progress.timeline.extend(done.timeline)
+
+    @contextmanager
+    def _blaming(self, worker: WorkerInfo) -> Iterator[None]:
+        try:
+            yield
+        except TriptychError as error:
+            if error.retriable:
+                self.failed_workers.add(worker.worker_id)
+            raise

@@ -1,0 +1,246 @@
+"""The router's side of the three gRPC calls, in domain values. Nothing here decides; `attempt.py` does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import grpc
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from triptych.core.errors import InvalidRequest, MediaMismatch, PeerLost, StartupError, TriptychError, Unauthenticated
+from triptych.core.grant import Grant
+from triptych.core.ids import AttemptRef
+from triptych.core.plan import FinishReason, Item, Plan, Token, Usage
+from triptych.core.timeline import TimelineEvent
+from triptych.core.worker import WorkerInfo
+from triptych.rpc import client, convert
+from triptych.rpc.client import ChannelPool
+from triptych.rpc.errors import error_from_rpc
+from triptych.wire.v1 import common_pb2, decode_pb2, encoder_pb2, prefill_pb2
+
+CHUNK_BYTES = 2**20
+MAX_TIMELINE_EVENTS = 10_000
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedItems:
+    """Embeddings that were lost: these items must be encoded again."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    """The last message of a call. `finish_reason` is None when the answer goes on at another stage."""
+
+    timeline: tuple[TimelineEvent, ...]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+DecodeEvent = Granted | Tokens | Retracted | StageDone
+PrefillEvent = Admitted | NeedItems | Tokens | StageDone
+
+
+class GenerateCall:
+    """Decode.Generate. Whoever opened it cancels it; that frees the grant."""
+
+    def __init__(
+        self, channels: ChannelPool, worker: WorkerInfo, ref: AttemptRef, plan: Plan, timeout_s: float
+    ) -> None:
+        self.worker = worker
+        request = decode_pb2.GenerateRequest(ref=convert.ref_to_proto(ref), plan=convert.plan_to_proto(plan))
+        self._call = client.decode_stub(channels, worker).Generate(request, timeout=timeout_s)
+
+    async def granted(self) -> Grant:
+        """The first message. Raises NoRoom, RequestTooLarge, PeerLost and whatever else the worker says."""
+        first = await _next(self._call, _decode_event)
+        if not isinstance(first, Granted):
+            raise TriptychError("a decode worker answered without a grant")
+        return first.grant
+
+    async def events(self) -> AsyncGenerator[DecodeEvent, None]:
+        """What follows the grant. Raises PeerLost when the stream breaks off."""
+        while True:
+            event = await _next(self._call, _decode_event)
+            yield event
+            if isinstance(event, StageDone):
+                return
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+async def prefill_events(
+    channels: ChannelPool, worker: WorkerInfo, ref: AttemptRef, plan: Plan, grant: Grant, timeout_s: float
+) -> AsyncGenerator[PrefillEvent, None]:
+    """Prefill.Prefill, up to its StageDone. Closing the iterator cancels the call."""
+    request = prefill_pb2.PrefillRequest(
+        ref=convert.ref_to_proto(ref), plan=convert.plan_to_proto(plan), grant=convert.grant_to_proto(grant)
+    )
+    call = client.prefill_stub(channels, worker).Prefill(request, timeout=timeout_s)
+    try:
+        while True:
+            event = await _next(call, _prefill_event)
+            yield event
+            if isinstance(event, StageDone):
+                return
+    finally:
+        call.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    """Items for one encoder, with the encoded media of each, by index in the plan."""
+
+    ref: AttemptRef
+    prefill: WorkerInfo
+    items: Mapping[int, Item]
+    media: Mapping[int, bytes]
+    model_fingerprint: bytes
+
+
+async def encode(channels: ChannelPool, worker: WorkerInfo, job: EncodeJob, timeout_s: float) -> StageDone:
+    """Encoder.Encode: sends the bytes that the encoder asks for. Returns when all items have landed at prefill."""
+    # Without a request iterator, which the stub's type knows nothing of: requests are written one by one.
+    call = cast(Any, client.encoder_stub(channels, worker)).Encode(timeout=timeout_s)
+    try:
+        await _write(call, encoder_pb2.EncodeRequest(start=_encode_start(job, timeout_s)))
+        while True:
+            message = await _next_message(call)
+            match message.WhichOneof("kind"):
+                case "need_bytes":
+                    await _send_media(call, job, message.need_bytes.item_index)
+                case "encode_done":
+                    return StageDone(_timeline(message.encode_done.timeline))
+    finally:
+        call.cancel()
+
+
+def _encode_start(job: EncodeJob, timeout_s: float) -> encoder_pb2.EncodeStart:
+    return encoder_pb2.EncodeStart(
+        ref=convert.ref_to_proto(job.ref),
+        prefill_worker_id=job.prefill.worker_id,
+        prefill_epoch=job.prefill.epoch,
+        items=[
+            encoder_pb2.EncodeItem(item_index=index, item=convert.item_to_proto(item))
+            for index, item in job.items.items()
+        ],
+        timeout_ms=convert.timeout_to_ms(timeout_s),
+        model_fingerprint=job.model_fingerprint,
+    )
+
+
+async def _send_media(call: Any, job: EncodeJob, index: int) -> None:
+    if index not in job.media:
+        raise TriptychError("an encoder asked for an item that it was not given")
+    media = memoryview(job.media[index])
+    for offset in range(0, len(media), CHUNK_BYTES):
+        data = bytes(media[offset : offset + CHUNK_BYTES])
+        chunk = encoder_pb2.MediaChunk(item_index=index, offset=offset, data=data)
+        await _write(call, encoder_pb2.EncodeRequest(chunk=chunk))
+
+
+async def _write(call: Any, message: object) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        return  # The call has ended already: the next read says why.
+    except grpc.aio.AioRpcError as error:
+        raise _peer_error(error) from None
+
+
+async def _next_message(call: Any) -> Any:
+    """The next message of a call that must not end yet."""
+    try:
+        message = await call.read()
+        if message is EOF:
+            # An OK status here is the peer's fault too: it left out its last message.
+            raise PeerLost("a worker ended a call too early")
+    except grpc.aio.AioRpcError as error:
+        raise _peer_error(error) from None
+    return message
+
+
+async def _next(call: Any, translate: Callable[[Any], Value]) -> Value:
+    message = await _next_message(call)
+    with _distrusted():
+        return translate(message)
+
+
+@contextmanager
+def _distrusted() -> Iterator[None]:
+    """A malformed message of a worker is not the caller's bad request."""
+    try:
+        yield
+    except (InvalidRequest, MediaMismatch) as error:
+        raise TriptychError("a worker sent a message that is not valid") from error
+
+
+def _peer_error(error: grpc.aio.AioRpcError) -> TriptychError:
+    """The worker's error; trouble between us and the worker is not the caller's to mend."""
+    found = error_from_rpc(error)
+    if isinstance(found, (Unauthenticated, StartupError)):
+        return TriptychError("a worker refused the router; its log has the reason")
+    return found
+
+
+def _decode_event(message: decode_pb2.GenerateResponse) -> DecodeEvent:
+    match message.WhichOneof("kind"):
+        case "granted":
+            return Granted(convert.grant_from_proto(message.granted))
+        case "tokens":
+            return Tokens(tuple(convert.token_from_proto(token) for token in message.tokens.tokens))
+        case "retracted":
+            return Retracted(message.retracted.num_tokens)
+        case "generate_done":
+            done = message.generate_done
+            reason = convert.finish_reason_from_proto(done.finish_reason)
+            return StageDone(_timeline(done.timeline), reason, convert.usage_from_proto(done.usage))
+    raise InvalidRequest("an empty message")
+
+
+def _prefill_event(message: prefill_pb2.PrefillResponse) -> PrefillEvent:
+    match message.WhichOneof("kind"):
+        case "admitted":
+            return Admitted(message.admitted.cached_tokens)
+        case "need_items":
+            return NeedItems(tuple(message.need_items.item_indices))
+        case "first_token":
+            return Tokens((convert.token_from_proto(message.first_token),))
+        case "prefill_done":
+            done = message.prefill_done
+            reason = convert.optional_finish_reason_from_proto(done.finish_reason)
+            return StageDone(_timeline(done.timeline), reason, convert.usage_from_proto(done.usage))
+    raise InvalidRequest("an empty message")
+
+
+def _timeline(events: Sequence[common_pb2.TimelineEvent]) -> tuple[TimelineEvent, ...]:
+    with _distrusted():
+        return tuple(convert.event_from_proto(event) for event in events[:MAX_TIMELINE_EVENTS])

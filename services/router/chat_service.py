@@ -1,0 +1,102 @@
+"""From the HTTP request of a chat completion to an answer that is ready to run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from services.router.answer_text import AnswerText
+from services.router.chat_answer import ChatAnswer, ChatJob, StreamedChatAnswer, WholeChatAnswer
+from services.router.chat_request import ChatRequest, parse_chat_request
+from services.router.http import read_json_body
+from services.router.media import Media, MediaReader
+from services.router.pipeline import WORKER_ID, Pipeline
+from services.router.planner import Planner
+from services.router.responses import Envelope
+from services.router.stopwatch import Stopwatch
+from triptych.core.clock import Clock
+from triptych.core.errors import InvalidRequest, ModelNotFound
+from triptych.core.plan import Modality, Plan
+from triptych.core.timeline import Timeline
+from triptych.obs import metrics
+from triptych.obs.log import for_request
+from triptych.text.detokenizer import IncrementalDetokenizer
+
+TIMELINE_HEADER = "x-triptych-timeline"
+_MAX_LOGGED_NAMES = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    max_body_bytes: int
+    request_timeout_s: float
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatService:
+    """Parses, reads media, plans. The answer that it returns runs the pipeline when it is sent.
+
+    `context_tokens()` is the longest sequence that the cluster takes now.
+    """
+
+    model_name: str
+    limits: ChatLimits
+    reader: MediaReader
+    planner: Planner
+    pipeline: Pipeline
+    executor: Executor
+    clock: Clock
+    new_detokenizer: Callable[[], IncrementalDetokenizer]
+    context_tokens: Callable[[], int]
+
+    async def answer(self, request: Request) -> ChatAnswer:
+        """Raises a RequestError for whatever is wrong with the request."""
+        request_id: str = request.state.request_id
+        timeline = Timeline("router", WORKER_ID, self.clock)
+        stopwatch = Stopwatch(timeline)
+        with timeline.span("parse"):
+            chat = parse_chat_request(await read_json_body(request, self.limits.max_body_bytes))
+            self._check(chat, request_id)
+            media = await self.reader.read_all(chat.media)
+        with timeline.span("plan"):
+            plan = await self._plan(chat, media)
+        metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
+        job = ChatJob(
+            request_id=request_id,
+            envelope=Envelope(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), self.model_name),
+            plan=plan,
+            media=[one.data for one in media],
+            text=AnswerText(self.new_detokenizer(), chat.stop),
+            timeline=timeline,
+            stopwatch=stopwatch,
+            with_usage=chat.include_usage,
+            with_timeline=request.headers.get(TIMELINE_HEADER, "0") == "1",
+        )
+        kind = StreamedChatAnswer if chat.stream else WholeChatAnswer
+        return kind(job, self.pipeline)
+
+    def _check(self, chat: ChatRequest, request_id: str) -> None:
+        if chat.model is not None and chat.model != self.model_name:
+            raise ModelNotFound(f"this server serves {self.model_name!r} and no other model", param="model")
+        if not chat.ignored:
+            return
+        names = ", ".join(name[:64] for name in chat.ignored[:_MAX_LOGGED_NAMES])
+        if self.limits.strict:
+            raise InvalidRequest("the body holds parameters that this server does not know", param=chat.ignored[0][:64])
+        metrics.FALLBACKS.labels("ignored_parameter").inc()
+        for_request(_log, request_id).info("parameters were ignored", extra={"parameters": names})
+
+    async def _plan(self, chat: ChatRequest, media: Sequence[Media]) -> Plan:
+        return await asyncio.get_running_loop().run_in_executor(
+            self.executor, self.planner.plan, chat, media, self.context_tokens(), self.limits.request_timeout_s
+        )

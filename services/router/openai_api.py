@@ -1,0 +1,78 @@
+"""The HTTP API: routes and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.router.chat_request import ChatCompletionBody
+from services.router.chat_service import ChatService
+from services.router.http import CHAT_PATH, JsonResponse, RequestScope, on_http_error, on_triptych_error
+from services.router.responses import model_json
+from triptych.core.errors import ModelNotFound, TriptychError
+from triptych.core.worker import Role
+from triptych.obs import metrics
+
+_BODY_SCHEMA: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": ChatCompletionBody.model_json_schema()}},
+    }
+}
+
+
+def build_api(chat: ChatService, missing_roles: Callable[[], tuple[Role, ...]]) -> FastAPI:
+    """`missing_roles()`: the stages without a ready worker."""
+    app = FastAPI(title="Triptych", docs_url=None, redoc_url=None)
+    app.add_middleware(RequestScope)
+    app.add_exception_handler(TriptychError, on_triptych_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    _add_chat(app, chat)
+    _add_models(app, chat.model_name)
+    _add_probes(app, missing_roles)
+    return app
+
+
+def _add_chat(app: FastAPI, chat: ChatService) -> None:
+    @app.post(CHAT_PATH, openapi_extra=_BODY_SCHEMA)
+    async def chat_completions(request: Request) -> Response:
+        return await chat.answer(request)
+
+
+def _add_models(app: FastAPI, name: str) -> None:
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return JsonResponse({"object": "list", "data": [model_json(name, created)]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> Response:
+        if model_id != name:
+            raise ModelNotFound(f"this server serves {name!r} and no other model", param="model")
+        return JsonResponse(model_json(name, created))
+
+
+def _add_probes(app: FastAPI, missing_roles: Callable[[], tuple[Role, ...]]) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """The event loop turns."""
+        return JsonResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Every stage has a worker that is ready."""
+        missing = [role.value for role in missing_roles()]
+        body = {"status": "waiting" if missing else "ready", "missing": missing}
+        return JsonResponse(body, status_code=503 if missing else 200)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        body, content_type = metrics.exposition()
+        return Response(body, headers={"content-type": content_type})

@@ -1,0 +1,177 @@
+"""From a plan to the tokens of its answer: one deadline, one retry, and nothing left running behind.
+
+DESIGN, section 1, is what happens here; `attempt.py` is one pass through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.router.attempt import Attempt, Job, Progress
+from services.router.placement import ClusterView
+from services.router.queue import AdmissionQueue
+from services.router.tasks import owned_task
+from services.router.token_order import TokenOrder
+from triptych.core.clock import Clock
+from triptych.core.errors import AttemptError, DeadlineExceeded, NoRoom, TriptychError, Unavailable
+from triptych.core.ids import AttemptRef
+from triptych.core.plan import FinishReason, Plan, Token, Usage
+from triptych.core.timeline import Timeline, TimelineEvent
+from triptych.core.worker import Role, WorkerInfo
+from triptych.rpc.client import ChannelPool
+
+MAX_ATTEMPTS = 2
+WORKER_ID = "router"
+
+_log = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """The part of a registry that the router reads."""
+
+    def workers(self) -> tuple[WorkerInfo, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive tokens of the answer, the next in order."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a complete answer."""
+
+    finish_reason: FinishReason
+
+
+Event = Batch | Done
+
+
+class Answer:
+    """An answer in the making."""
+
+    def __init__(self, plan: Plan, timeline: Timeline) -> None:
+        self.plan = plan
+        self.timeline = timeline
+        self.progress = Progress()
+        self.order = TokenOrder()
+        # Holds at most one entry a token, so it needs no bound of its own: a slow reader never holds a worker back.
+        self._events: asyncio.Queue[Event | TriptychError] = asyncio.Queue(plan.sampling.max_tokens + 1)
+
+    def emit(self, attempt: int, tokens: Iterable[Token]) -> None:
+        ready = self.order.offer(attempt, tokens)
+        if ready and self.order.emitted > self.plan.sampling.max_tokens:
+            raise TriptychError("a worker sent more tokens than were asked for")
+        if ready:
+            self._events.put_nowait(Batch(tuple(ready)))
+
+    def end(self, event: Done | TriptychError) -> None:
+        self._events.put_nowait(event)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Batches in order, then one Done; or a TriptychError is raised. To be iterated over once."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, TriptychError):
+                raise event
+            yield event
+            if isinstance(event, Done):
+                return
+
+    def usage(self, completion_tokens: int) -> Usage:
+        return Usage(self.plan.num_prompt_tokens, self.progress.cached_tokens, completion_tokens)
+
+    def all_events(self) -> list[TimelineEvent]:
+        """Every stage's rows so far, by their start."""
+        return sorted([*self.timeline.events, *self.progress.timeline], key=lambda event: event.start_ns)
+
+
+class Pipeline:
+    """Runs plans on the workers of a registry. One per router."""
+
+    def __init__(self, registry: Workers, channels: ChannelPool, queue: AdmissionQueue, clock: Clock) -> None:
+        self._registry = registry
+        self._channels = channels
+        self._queue = queue
+        self._clock = clock
+        self._turns = itertools.count()
+
+    @asynccontextmanager
+    async def answer(
+        self, plan: Plan, media: Sequence[bytes], request_id: str, timeline: Timeline | None = None
+    ) -> AsyncIterator[Answer]:
+        """The answer to `plan` (`media`: encoded bytes, one per item). Leaving the block cancels all that still runs.
+
+        `plan.timeout_s` counts from here.
+        """
+        answer = Answer(plan, timeline or Timeline("router", WORKER_ID, self._clock))
+        deadline_s = asyncio.get_running_loop().time() + plan.timeout_s
+        async with owned_task(self._drive(answer, Job(AttemptRef(request_id), plan, media, deadline_s))):
+            yield answer
+
+    async def _drive(self, answer: Answer, job: Job) -> None:
+        """Ends the answer in exactly one way."""
+        try:
+            async with asyncio.timeout_at(job.deadline_s):
+                reason = await self._try_until_done(answer, job)
+            answer.end(Done(reason))
+        except TimeoutError:
+            answer.end(_out_of_time(answer))
+        except TriptychError as error:
+            answer.end(error)
+        except Exception:
+            _log.exception("a request failed with a bug", extra={"request_id": job.ref.request_id})
+            answer.end(TriptychError("an internal error; the router's log has it"))
+
+    async def _try_until_done(self, answer: Answer, job: Job) -> FinishReason:
+        avoided: frozenset[str] = frozenset()
+        for number in itertools.count():
+            ref = AttemptRef(job.ref.request_id, job.ref.choice, number)
+            attempt = self._new_attempt(answer, Job(ref, job.plan, job.media, job.deadline_s), avoided)
+            try:
+                return _checked(answer, await attempt.run())
+            except (AttemptError, Unavailable) as error:
+                if number + 1 >= MAX_ATTEMPTS or answer.order.emitted or not attempt.failed_workers:
+                    raise
+                avoided |= attempt.failed_workers
+                _log.warning(
+                    "an attempt failed and is repeated", extra={"request_id": ref.request_id, "code": error.code}
+                )
+        raise AssertionError("unreachable")
+
+    def _new_attempt(self, answer: Answer, job: Job, avoided: frozenset[str]) -> Attempt:
+        number = job.ref.attempt
+        answer.order.begin(number)
+        answer.timeline.attempt = number
+        answer.progress.workers.clear()
+        answer.progress.cached_tokens = 0
+
+        def view() -> ClusterView:
+            return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided)
+
+        return Attempt(
+            job, view, self._channels, self._queue, next(self._turns), answer.timeline, answer.progress, answer.emit
+        )
+
+
+def _checked(answer: Answer, reason: FinishReason) -> FinishReason:
+    """An answer with a hole in it is none."""
+    reported = answer.progress.reported_tokens or answer.order.emitted
+    if answer.order.has_gap or not answer.order.emitted or answer.order.emitted != reported:
+        raise TriptychError("tokens of the answer are missing")
+    return reason
+
+
+def _out_of_time(answer: Answer) -> TriptychError:
+    limit = f"{answer.plan.timeout_s:g} s"
+    if Role.DECODE not in answer.progress.workers:
+        return NoRoom(f"no room came free within the request's {limit}; try again later")
+    return DeadlineExceeded(f"the answer was not complete within the request's {limit}")

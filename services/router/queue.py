@@ -1,0 +1,72 @@
+"""Where requests wait for room in the cluster: first come first served, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from triptych.core.errors import Overloaded
+from triptych.obs import metrics
+
+T = TypeVar("T")
+
+# Room also appears without this router noticing (another router's request ends, a worker comes up).
+RETRY_SECONDS = 0.05
+
+
+class AdmissionQueue:
+    """Only the first in line asks for room; whoever comes while others wait stands behind them."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._line: deque[asyncio.Event] = deque()
+        self._room = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    async def admit(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+        """What `ask` answers as soon as that is not None. Its errors are passed on.
+
+        Bound the wait with a timeout around this. Raises Overloaded when the line is full.
+        """
+        if not self._line:
+            answer = await ask()
+            if answer is not None:
+                return answer
+        if len(self._line) >= self._max_waiting:
+            raise Overloaded(f"{len(self._line)} requests are waiting already; try again later")
+        return await self._wait_in_line(ask)
+
+    def room_may_be_free(self) -> None:
+        """Lets the first in line ask again at once. Called when a request has ended."""
+        self._room.set()
+
+    async def _wait_in_line(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+        my_turn = asyncio.Event()
+        self._line.append(my_turn)
+        self._line[0].set()
+        metrics.ROUTER_QUEUE_DEPTH.set(len(self._line))
+        try:
+            await my_turn.wait()
+            while True:
+                self._room.clear()
+                answer = await ask()
+                if answer is not None:
+                    return answer
+                await self._room_or_time()
+        finally:
+            self._line.remove(my_turn)
+            metrics.ROUTER_QUEUE_DEPTH.set(len(self._line))
+            if self._line:
+                self._line[0].set()
+
+    async def _room_or_time(self) -> None:
+        try:
+            async with asyncio.timeout(RETRY_SECONDS):
+                await self._room.wait()
+        except TimeoutError:
+            return
