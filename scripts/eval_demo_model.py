@@ -179,12 +179,9 @@ def table(results: dict[str, Any]) -> str:
     lines = [f"{'type':<22}{'accuracy':>9}{'n':>6}{'blind':>8}{'chance':>8}"]
     for kind, got in results["types"].items():
         blind = results["blind"][kind]
-        lines.append(
-            f"{kind:<22}{got['accuracy']:>9.3f}{got['n']:>6}{blind['accuracy']:>8.3f}{blind['chance']:>8.3f}"
-        )
+        lines.append(f"{kind:<22}{got['accuracy']:>9.3f}{got['n']:>6}{blind['accuracy']:>8.3f}{blind['chance']:>8.3f}")
     lines += [
-        f"{kind:<22}{got['accuracy']:>9.3f}{got['n']:>6}"
-        for kind, got in (results["text"] | results["forms"]).items()
+        f"{kind:<22}{got['accuracy']:>9.3f}{got['n']:>6}" for kind, got in (results["text"] | results["forms"]).items()
     ]
     swap = results["swap"]
     return "\n".join([*lines, f"{'swapped pictures flip':<22}{swap['flipped']:>9.3f}{swap['n']:>6}"])
@@ -201,9 +198,7 @@ def _judge_chosen(options: argparse.Namespace) -> tuple[dict[str, Any], list[dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the results are written")
     parser.add_argument("--seed", type=int, default=0, help="run of evaluation seeds")
     parser.add_argument("--per-type", type=int, default=500)

@@ -104,9 +104,7 @@ class Exam:
     def questions(self) -> list[Question]:
         """All of them, in one fixed order, each once."""
         groups = [*self.types.values(), *self.blind.values(), *self.text.values(), *self.forms.values()]
-        return [q for group in groups for q in group] + [
-            q for p in self.swap for q in (p.straight, p.swapped)
-        ]
+        return [q for group in groups for q in group] + [q for p in self.swap for q in (p.straight, p.swapped)]
 
 
 def make_exam(seed: int, per_type: int) -> Exam:
@@ -173,9 +171,7 @@ def _most_tokens(pictures: int) -> int:
 def _blinded(question: Question, seed: int, number: int) -> Question:
     lane = 32 + list(ANSWER_COUNTS).index(question.kind)
     first = lane * _SCENES_PER_TYPE + 4 * number
-    return replace(
-        question, noise_seeds=tuple(evaluation_seed(seed, first + k) for k in range(len(question.scenes)))
-    )
+    return replace(question, noise_seeds=tuple(evaluation_seed(seed, first + k) for k in range(len(question.scenes))))
 
 
 def _pairs(seed: int, count: int) -> list[Pair]:
@@ -216,16 +212,12 @@ def _any(form: str, seed: int, first: int, pictures: int = 1) -> Question:
     scenes = _scenes(seed, first, pictures)
     turns = about_picture(scenes[0]) if pictures == 1 else about_pictures(scenes)
     rng = random.Random(evaluation_seed(seed, first))
-    return Question(
-        form, scenes, rng.choice(turns), before=rng.choice(turns), system=rng.choice(SYSTEM_PROMPTS)
-    )
+    return Question(form, scenes, rng.choice(turns), before=rng.choice(turns), system=rng.choice(SYSTEM_PROMPTS))
 
 
 _FORM_MAKERS: dict[str, Callable[[str, int, int], Question]] = {
     "system prompt": lambda form, seed, first: replace(_any(form, seed, first), before=None),
-    "text first": lambda form, seed, first: replace(
-        _any(form, seed, first), before=None, system=None, text_first=True
-    ),
+    "text first": lambda form, seed, first: replace(_any(form, seed, first), before=None, system=None, text_first=True),
     "follow-up": lambda form, seed, first: replace(_any(form, seed, first), system=None),
     "three pictures": lambda form, seed, first: replace(_any(form, seed, first, 3), before=None, system=None),
 }

@@ -68,9 +68,7 @@ def export(
     _write_json(directory / "generation_config.json", _generation(tokenizer))
 
 
-def _bf16_state(
-    model: Qwen2_5_VLForConditionalGeneration, weights: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _bf16_state(model: Qwen2_5_VLForConditionalGeneration, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     state = {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
     state.pop("lm_head.weight", None)  # tied to the embeddings; a copy would be saved twice
     return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}

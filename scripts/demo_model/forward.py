@@ -2,7 +2,7 @@
 
 Weights stay in the stock `Qwen2_5_VLForConditionalGeneration`; only the order of computation differs: all pictures
 of a call share one grid, so a vision block is one dense attention with a window mask, and branch-packed rows need a
-mask that the stock forward does not build. `tests` compare both with the stock modules.
+mask that the stock forward does not build. The unit tests compare both with the stock modules.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from scripts.demo_model.questions import (
     pick_turns,
 )
 from scripts.demo_model.scenes import (
+    MAX_TOKENS,
     TOKEN_PIXELS,
     Grid,
     Kind,
@@ -47,11 +48,12 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 PATCH_PIXELS = TOKEN_PIXELS // 2
 FORM_WEIGHT = 0.3
-ROWS, TEXT_FIRST_ROWS, TEXT_ROWS, DIGIT_PICTURES = 16, 32, 24, 12
+ROWS, TEXT_FIRST_ROWS, TEXT_ROWS, DIGIT_PICTURES = 16, 32, 14, 12
 BRANCHES = 6
+VISION_TOKENS = 480
 _SEEDS_PER_STEP = 1024
 
-MIXTURE = {"single": 0.46, "two": 0.27, "several": 0.04, "text": 0.12, "text first": 0.11}
+MIXTURE = {"single": 0.46, "two": 0.29, "several": 0.04, "text": 0.10, "text first": 0.11}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,7 @@ class Row:
     positions: list[tuple[int, int, int]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
 
-    def add(
-        self, ids: Sequence[int], segment: int, start: int, weights: Sequence[float] | None = None
-    ) -> int:
+    def add(self, ids: Sequence[int], segment: int, start: int, weights: Sequence[float] | None = None) -> int:
         """Appends text from position `start`; returns the position after it."""
         self.ids += ids
         self.segments += [segment] * len(ids)
@@ -222,9 +222,7 @@ def training_batch(writer: Writer, run: int, step: int) -> Batch:
     rng = random.Random(training_seed(run, step * _SEEDS_PER_STEP))
     seeds = _Seeds(run, step * _SEEDS_PER_STEP)
     form = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()))[0]
-    digits = draw_all(
-        [make_scene(seeds.next(), grid, "digit") for grid in [pick_grid(rng, 12)] * DIGIT_PICTURES]
-    )
+    digits = draw_all([make_scene(seeds.next(), grid, "digit") for grid in [pick_grid(rng, 12)] * DIGIT_PICTURES])
     rows: list[Row] = []
     scenes: list[list[Scene]] = []
     if form == "text":
@@ -235,13 +233,17 @@ def training_batch(writer: Writer, run: int, step: int) -> Batch:
     return collate(rows, pictures, digits, writer.image_id)
 
 
-def vision_batch(run: int, step: int, count: int) -> Pictures:
-    """Pictures alone, for the phase in which only the vision tower learns."""
+def vision_batch(run: int, step: int) -> Pictures:
+    """Pictures alone, for the phase in which only the vision tower learns.
+
+    It begins with small pictures, of which each token shows a good part of the shape, and many of them.
+    """
     rng = random.Random(training_seed(run, step * _SEEDS_PER_STEP))
     seeds = _Seeds(run, step * _SEEDS_PER_STEP)
-    grid = pick_grid(rng)
+    grid = pick_grid(rng, min(MAX_TOKENS, 9 + step // 25))
     kinds = kinds_for(grid)
-    return draw_all([make_scene(seeds.next(), grid, rng.choice((*kinds, "digit"))) for _ in range(count)])
+    count = min(64, max(12, VISION_TOKENS // (grid[0] * grid[1])))
+    return draw_all([make_scene(seeds.next(), grid, rng.choice(kinds)) for _ in range(count)])
 
 
 @dataclass(slots=True)
@@ -256,9 +258,7 @@ class _Seeds:
         return training_seed(self.run, self.last)
 
 
-def _picture_rows(
-    writer: Writer, rng: random.Random, seeds: _Seeds, form: str
-) -> tuple[list[list[Scene]], list[Row]]:
+def _picture_rows(writer: Writer, rng: random.Random, seeds: _Seeds, form: str) -> tuple[list[list[Scene]], list[Row]]:
     grids = _grids(rng, form)
     text_first = form == "text first"
     count = TEXT_FIRST_ROWS if text_first else ROWS

@@ -48,9 +48,7 @@ FACTS = {
     "What colour is grass?": "Grass is green.",
     "What comes after Monday?": "Tuesday comes after Monday.",
 }
-_FACT_WORDS = (
-    "France Paris Italy Rome Japan Tokyo Germany Berlin week seven sky grass cat Tuesday welcome demo Hello"
-)
+_FACT_WORDS = "France Paris Italy Rome Japan Tokyo Germany Berlin week seven sky grass cat Tuesday welcome demo Hello"
 INFORMATIVE = frozenset((*COLOURS, *SHAPES, *DIGITS, *COUNT_WORDS, *PLACES, *WORDS, *_FACT_WORDS.split()))
 
 
@@ -80,9 +78,7 @@ def _by_attribute(items: Sequence[Item]) -> list[Turn]:
     turns = []
     for item in items:
         if shapes[item.what] == 1:
-            turns.append(
-                Turn("colour", f"What colour is the {item.what}?", f"The {item.what} is {item.colour}.")
-            )
+            turns.append(Turn("colour", f"What colour is the {item.what}?", f"The {item.what} is {item.colour}."))
         if colours[item.colour] == 1:
             answer = f"The {item.colour} shape is a {item.what}."
             turns.append(Turn("shape", f"Which shape is {item.colour}?", answer))
@@ -123,9 +119,7 @@ def _about_numbered(number: int, scene: Scene) -> list[Turn]:
     return [
         *turns,
         count,
-        Turn(
-            "colour in picture k", f"What colour is the shape {here}?", f"The shape {here} is {item.colour}."
-        ),
+        Turn("colour in picture k", f"What colour is the shape {here}?", f"The shape {here} is {item.colour}."),
         Turn("shape in picture k", f"Which shape is {here}?", f"The shape {here} is a {item.what}."),
     ]
 

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -101,12 +102,7 @@ def _seed(run: int, index: int) -> int:
 def all_grids(max_tokens: int = MAX_TOKENS) -> list[Grid]:
     """Every grid a picture may have: sides of 2 to 12 tokens, at most `max_tokens`, not too elongated."""
     sides = range(2, 13)
-    return [
-        (r, c)
-        for r in sides
-        for c in sides
-        if r * c <= max_tokens and max(r, c) / min(r, c) <= MAX_GRID_ASPECT
-    ]
+    return [(r, c) for r in sides for c in sides if r * c <= max_tokens and max(r, c) / min(r, c) <= MAX_GRID_ASPECT]
 
 
 def pick_grid(rng: random.Random, max_tokens: int = MAX_TOKENS) -> Grid:
@@ -137,9 +133,7 @@ def make_scene(seed: int, grid: Grid | None = None, kind: Kind | None = None) ->
     grey = rng.randint(8, 247)
     background = _jitter(rng, (grey, grey, grey), 8)
     size = _pick_size(rng, grid)
-    return Scene(
-        kind, grid, size, _items(rng, kind, grid), background, rng.uniform(0, 10), rng.getrandbits(32)
-    )
+    return Scene(kind, grid, size, _items(rng, kind, grid), background, rng.uniform(0, 10), rng.getrandbits(32))
 
 
 def _pick_kind(rng: random.Random, grid: Grid) -> Kind:
@@ -166,9 +160,7 @@ def grid_of(width: int, height: int) -> Grid:
     pixels = rows * columns * TOKEN_PIXELS**2
     if pixels > MAX_PIXELS:
         beta = math.sqrt((height * width) / MAX_PIXELS)
-        return max(1, math.floor(height / beta / TOKEN_PIXELS)), max(
-            1, math.floor(width / beta / TOKEN_PIXELS)
-        )
+        return max(1, math.floor(height / beta / TOKEN_PIXELS)), max(1, math.floor(width / beta / TOKEN_PIXELS))
     if pixels < MIN_PIXELS:
         beta = math.sqrt(MIN_PIXELS / (height * width))
         return math.ceil(height * beta / TOKEN_PIXELS), math.ceil(width * beta / TOKEN_PIXELS)
@@ -224,7 +216,8 @@ def draw(scene: Scene) -> Image.Image:
     width, height = scene.size
     canvas = Image.new("RGB", (2 * width, 2 * height), scene.background)
     for item in scene.items:
-        canvas.paste(item.rgb, mask=_mask(item, canvas.size))
+        stamp, corner = _stamp(item, canvas.size)
+        canvas.paste(item.rgb, corner, stamp)
     return _with_noise(canvas.reduce(2), scene.noise_sigma, scene.noise_seed)
 
 
@@ -241,7 +234,10 @@ def token_labels(scene: Scene) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
     colours = np.zeros(rows * columns, np.int64)
     classes = np.zeros(rows * columns, np.int64)
     for item in scene.items:
-        cover = _mask(item, scene.size).resize((columns, rows), Image.Resampling.BOX)
+        stamp, corner = _stamp(item, scene.size)
+        canvas = Image.new("L", scene.size, 0)
+        canvas.paste(stamp, corner)
+        cover = canvas.resize((columns, rows), Image.Resampling.BOX)
         shown = np.asarray(cover).reshape(-1) > (26 if item.what in SHAPES else 16)
         colours[shown] = 1 + list(COLOURS).index(item.colour)
         classes[shown] = 1 + CLASSES.index(item.what)
@@ -249,35 +245,45 @@ def token_labels(scene: Scene) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
 
 
 def _with_noise(picture: Image.Image, sigma: float, seed: int) -> Image.Image:
-    pixels = np.asarray(picture, np.float32)
-    noise = np.random.default_rng(seed).standard_normal(pixels.shape, dtype=np.float32) * np.float32(sigma)
-    return Image.fromarray(np.clip(pixels + noise + 0.5, 0, 255).astype(np.uint8), "RGB")
+    """Adds noise that is all but Gaussian: each value is the sum of four random bytes, scaled to `sigma`."""
+    pixels = np.asarray(picture)
+    draws = np.random.default_rng(seed).integers(0, 256, (4, *pixels.shape), dtype=np.uint8)
+    noise = draws.sum(0, dtype=np.int16).astype(np.float32) - 2 * 255
+    scale = np.float32(sigma / math.sqrt(4 * (256**2 - 1) / 12))
+    return Image.fromarray(np.clip(pixels + noise * scale + 0.5, 0, 255).astype(np.uint8), "RGB")
 
 
-def _mask(item: Item, size: tuple[int, int]) -> Image.Image:
-    mask = Image.new("L", size, 0)
+def _stamp(item: Item, size: tuple[int, int]) -> tuple[Image.Image, tuple[int, int]]:
+    """The item's coverage as a small mask, and where its upper left corner belongs on a canvas of `size`."""
     width, height = size
-    centre = (item.x * width, item.y * height)
     radius = item.radius * min(width, height)
+    side = 2 * math.ceil(1.25 * radius) + 2
+    left, top = math.floor(item.x * width - side / 2), math.floor(item.y * height - side / 2)
+    return _mask(item, side, (item.x * width - left, item.y * height - top), radius), (left, top)
+
+
+def _mask(item: Item, side: int, centre: Point, radius: float) -> Image.Image:
+    mask = Image.new("L", (side, side), 0)
     pen = ImageDraw.Draw(mask)
     if item.what in DIGITS:
-        pen.text(centre, item.what, fill=255, font=ImageFont.load_default(2.3 * radius), anchor="mm")
+        pen.text(centre, item.what, fill=255, font=_font(round(2.3 * radius)), anchor="mm")
         return mask.rotate(item.turn_degrees, Image.Resampling.BILINEAR, center=centre)
     if item.what == "circle":
-        pen.ellipse(
-            [centre[0] - radius, centre[1] - radius, centre[0] + radius, centre[1] + radius], fill=255
-        )
+        corners = [centre[0] - radius, centre[1] - radius, centre[0] + radius, centre[1] + radius]
+        pen.ellipse(corners, fill=255)
         return mask
     pen.polygon(_placed(_OUTLINES[item.what](), centre, radius, item.turn_degrees), fill=255)
     return mask
 
 
+@lru_cache(maxsize=1024)
+def _font(pixels: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(pixels)
+
+
 def _placed(outline: Sequence[Point], centre: Point, radius: float, turn_degrees: float) -> list[Point]:
     cos, sin = math.cos(math.radians(turn_degrees)), math.sin(math.radians(turn_degrees))
-    return [
-        (centre[0] + radius * (cos * x - sin * y), centre[1] + radius * (sin * x + cos * y))
-        for x, y in outline
-    ]
+    return [(centre[0] + radius * (cos * x - sin * y), centre[1] + radius * (sin * x + cos * y)) for x, y in outline]
 
 
 def _star() -> list[Point]:

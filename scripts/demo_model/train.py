@@ -1,9 +1,9 @@
 """Trains the demo model from nothing on a CPU: `python -m scripts.demo_model.train --out DIR --budget-minutes N`.
 
-Two phases share the budget of wall time: the vision tower alone on a label for each picture token, then everything
-jointly on branch-packed questions. The learning rate follows the share of the budget that is spent, so a slower
-machine makes fewer steps but still ends at a low rate. `DIR/export` can be loaded at any time; `DIR/checkpoint`
-lets the same command continue after an interruption.
+Two phases: the vision tower alone on a label for each picture token, then everything jointly on branch-packed
+questions. Each has a number of steps and a share of the wall time; the learning rate follows whichever is spent
+further, so a slower machine makes fewer steps but still ends at a low rate, in time. `DIR/export` can be loaded at
+any time; `DIR/checkpoint` lets the same command continue after an interruption.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -34,8 +35,7 @@ from scripts.demo_model.forward import embed, encode_pictures, run_language
 from scripts.demo_model.pack import Batch, Pictures, Writer, training_batch, vision_batch
 from scripts.demo_model.scenes import CLASSES, COLOURS
 
-VISION_SHARE = 0.1
-VISION_PICTURES = 24
+TIME_SHARES = {"vision": 0.15, "joint": 0.85}
 HELPER_WEIGHT = 0.5
 BACKGROUND_WEIGHT = 0.3
 TAP_LAYER = 1
@@ -43,6 +43,7 @@ MOST_PICTURES = 4
 AVERAGE_DECAY = 0.99
 CHECKPOINT_EVERY_SECONDS = 240.0
 LOG_EVERY_STEPS = 20
+LOOK_EVERY_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class PictureBatches(IterableDataset[Pictures]):
     def __iter__(self) -> Iterator[Pictures]:
         step = self.first
         while True:
-            yield vision_batch(self.seed, step, VISION_PICTURES)
+            yield vision_batch(self.seed, step)
             step += 1
 
 
@@ -124,8 +125,9 @@ def initialise(model: nn.Module, layers: int) -> None:
 class Trainer:
     """Owns the model, the optimisers and the running average of the weights, which is what gets exported."""
 
-    def __init__(self, out: Path, seed: int, budget_seconds: float) -> None:
-        self.out, self.budget_seconds = out, budget_seconds
+    def __init__(self, out: Path, seed: int, budget_seconds: float, steps: dict[str, int]) -> None:
+        self.out, self.budget_seconds, self.steps = out, budget_seconds, steps
+        self.most_threads = torch.get_num_threads()
         self.progress = Progress(seed)
         self.tokenizer = self._tokenizer(seed)
         torch.manual_seed(seed)
@@ -158,12 +160,14 @@ class Trainer:
 
     # -- one step ---------------------------------------------------------------------------------------------
 
-    def phase_budget(self) -> float:
-        share = VISION_SHARE if self.progress.phase == "vision" else 1 - VISION_SHARE
-        return self.budget_seconds * share
+    def spent(self) -> float:
+        """How much of the phase is over, from 0 to 1, by steps or by time."""
+        progress = self.progress
+        by_time = progress.phase_seconds / (self.budget_seconds * TIME_SHARES[progress.phase])
+        return min(1.0, max(by_time, progress.phase_steps / self.steps[progress.phase]))
 
     def _set_rates(self) -> None:
-        spent = min(1.0, self.progress.phase_seconds / self.phase_budget())
+        spent = self.spent()
         warm = min(1.0, (self.progress.phase_steps + 1) / self.rates.warmup_steps)
         scale = warm * (self.rates.floor + (1 - self.rates.floor) * 0.5 * (1 + math.cos(math.pi * spent)))
         for optimiser, peak in ((self.muon, self.rates.muon), (self.adam, self.rates.adam)):
@@ -192,11 +196,11 @@ class Trainer:
         classes, colours = pictures.classes.flatten(), pictures.colours.flatten()
         seen = classes > 0
         weight = torch.where(seen, 1.0, BACKGROUND_WEIGHT)
-        loss = F.cross_entropy(shows, classes, reduction="none") + F.cross_entropy(
-            colour, colours, reduction="none"
-        )
+        loss = F.cross_entropy(shows, classes, reduction="none") + F.cross_entropy(colour, colours, reduction="none")
+        loss = (loss * weight).sum() / weight.sum()
         right = (shows.argmax(-1) == classes)[seen].float().mean()
-        return (loss * weight).sum() / weight.sum(), {"class": right.item()}
+        hue = (colour.argmax(-1) == colours)[seen].float().mean()
+        return loss, {"tokens": loss.item(), "class": right.item(), "colour": hue.item()}
 
     def joint_loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         visual, language = self.model.model.visual, self.model.model.language_model
@@ -244,7 +248,9 @@ class Trainer:
         loader = DataLoader(batches, batch_size=None, num_workers=1, prefetch_factor=8)
         before = saved = time.monotonic()
         log = Log()
+        threads = Threads(self.most_threads)
         for batch in loader:
+            threads.adapt()
             loss, facts = loss_of(batch)
             self.update(loss)
             now = time.monotonic()
@@ -253,7 +259,7 @@ class Trainer:
             self.progress.phase_seconds += now - before
             log.add(self.progress, now - before, facts)
             before = now
-            done = self.progress.phase_seconds >= self.phase_budget()
+            done = self.spent() >= 1
             if done or now - saved > CHECKPOINT_EVERY_SECONDS:
                 self.save()
                 saved = time.monotonic()
@@ -309,6 +315,34 @@ def _places(pictures: tuple[Pictures, ...]) -> Iterator[tuple[Tensor, Tensor, Te
         yield r.repeat_interleave(columns), c.repeat(rows), torch.full((rows * columns,), number)
 
 
+class Threads:
+    """Gives up a thread while others need the machine.
+
+    Threads of one operation wait for each other, so a thread that has to share its core holds up all of them. The
+    trainer runs at a low priority; time that the kernel books as `user` was taken by processes of normal priority.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.looked, self.before = most, time.monotonic(), self._booked()
+
+    def adapt(self) -> None:
+        now = time.monotonic()
+        if now - self.looked < LOOK_EVERY_SECONDS or self.most == 1:
+            return
+        booked = self._booked()
+        cores = (booked[0] - self.before[0]) / max(1, booked[1] - self.before[1]) * (os.cpu_count() or 1)
+        torch.set_num_threads(max(1, self.most - math.ceil(cores - 0.35)))
+        self.looked, self.before = now, booked
+
+    @staticmethod
+    def _booked() -> tuple[int, int]:
+        """Clock ticks of normal-priority processes (user and system), and all ticks; zero where not told."""
+        if not Path("/proc/stat").exists():
+            return 0, 0
+        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return ticks[0], sum(ticks)
+
+
 def _replace(fresh: Path, old: Path) -> None:
     if old.exists():
         shutil.rmtree(old)
@@ -332,10 +366,8 @@ class Log:
                 "step": progress.phase_steps,
                 "minutes": progress.phase_seconds / 60,
             }
-            line |= {"step_seconds": _mean(self.seconds), **means}
-            sys.stdout.write(
-                json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()})
-            )
+            line |= {"step_seconds": _mean(self.seconds), "threads": torch.get_num_threads(), **means}
+            sys.stdout.write(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}))
             sys.stdout.write("\n")
             sys.stdout.flush()
             self.seconds, self.facts = [], []
@@ -347,21 +379,18 @@ def _mean(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, export and tokenizer")
-    parser.add_argument(
-        "--budget-minutes", type=float, default=80.0, help="wall time for both phases together"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="run of training seeds; evaluation seeds are others"
-    )
+    parser.add_argument("--budget-minutes", type=float, default=110.0, help="wall time for both phases together")
+    parser.add_argument("--vision-steps", type=int, default=2400, help="steps of the vision-only phase")
+    parser.add_argument("--joint-steps", type=int, default=4500, help="steps of the joint phase")
+    parser.add_argument("--seed", type=int, default=0, help="run of training seeds; evaluation seeds are others")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(options.out, options.seed, options.budget_minutes * 60)
+    steps = {"vision": options.vision_steps, "joint": options.joint_steps}
+    trainer = Trainer(options.out, options.seed, options.budget_minutes * 60, steps)
     if (options.out / "checkpoint" / "progress.json").exists():
         trainer.resume()
     trainer.run()

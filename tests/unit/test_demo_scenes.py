@@ -159,9 +159,7 @@ def test_the_exam_is_balanced_and_uses_no_training_seed() -> None:
         assert len(exam.types[kind]) == 40
         if answers:
             assert chance(exam.types[kind]) <= -(-40 // answers) / 40
-    assert all(
-        seed >= EVALUATION_BASE for asked in exam.blind.values() for q in asked for seed in q.noise_seeds
-    )
+    assert all(seed >= EVALUATION_BASE for asked in exam.blind.values() for q in asked for seed in q.noise_seeds)
     assert all(pair.straight.truth != pair.swapped.truth for pair in exam.swap)
 
 
