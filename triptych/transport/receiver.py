@@ -81,9 +81,10 @@ class KvReceiver(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Receivers:
-    """What one process can land: an encoder none, a prefill worker embeddings, a decode worker KV, `mono` both."""
+    """What one process can land: an encoder none, a prefill worker embeddings, a decode worker KV, `mono` both.
+    Filled once, while the process is put together, before the first session."""
 
     embedding: EmbeddingReceiver | None = None
     kv: KvReceiver | None = None

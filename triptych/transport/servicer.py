@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import grpc
 
-from triptych.core.errors import Aborted, NoRoom, TransferRefused, TriptychError
+from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError
 from triptych.transport.receiver import Receivers
@@ -67,38 +67,41 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._receivers = receivers
         self._talks: dict[PeerKey, Conversation] = {}
         self._lives: set[asyncio.Task[None]] = set()
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._readers: set[asyncio.Task[None]] = set()
 
     async def Session(  # noqa: N802 - the name in the proto
         self, request_iterator: AsyncIterator[wire.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         talk = Conversation(self._me, self._receivers, context.write)
         life = self._spawn(talk.live())
-        stream = asyncio.current_task()
-        assert stream is not None
-        self._streams.add(stream)
-        talk.hang_up = stream.cancel
+        reader = asyncio.create_task(self._read(talk, life, request_iterator), name="transfer-read")
+        talk.hang_up = reader.cancel
+        self._readers.add(reader)
         try:
             async with AbortOnError(context):
-                async for frame in request_iterator:
-                    await self._take(talk, life, frame)
-                    if talk.is_over:
-                        break
+                await _ended_by_sender(reader)
                 talk.end()
                 await talk.written.wait()
         finally:
-            self._streams.discard(stream)
+            self._readers.discard(reader)
             talk.end()
 
     async def close(self) -> None:
         """Ends all conversations, before the arenas go away. The senders see PeerLost."""
-        for stream in list(self._streams):
-            stream.cancel()
-        for talk in list(self._talks.values()):
-            talk.end()
+        for reader in list(self._readers):
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
         for life in list(self._lives):
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
+
+    async def _read(
+        self, talk: Conversation, life: asyncio.Task[None], frames: AsyncIterator[wire.SessionRequest]
+    ) -> None:
+        async for frame in frames:
+            await self._take(talk, life, frame)
+            if talk.is_over:
+                return
 
     async def _take(self, talk: Conversation, life: asyncio.Task[None], frame: wire.SessionRequest) -> None:
         greeted = talk.take(frame)
@@ -120,7 +123,6 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         former = self._talks.get(key)
         if former is None:
             return
-        former.end()
         former.hang_up()
         try:
             async with asyncio.timeout(SUPERSEDE_TIMEOUT_S):
@@ -139,6 +141,18 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
         return task
+
+
+async def _ended_by_sender(reader: asyncio.Task[None]) -> None:
+    """Returns when the sender has said all. Raises PeerLost when we hung up: a stream whose coroutine is only cancelled
+    would stay open on the wire."""
+    try:
+        await reader
+    except asyncio.CancelledError:
+        stream = asyncio.current_task()
+        if stream is not None and stream.cancelling():
+            raise
+        raise PeerLost("the receiver has ended the session") from None
 
 
 class Conversation:
