@@ -18,8 +18,8 @@ from triptych.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     ModelNotFound,
-    NoRoom,
     PeerLost,
+    RequestTooLarge,
     TransferRefused,
     TriptychError,
     Unauthenticated,
@@ -41,7 +41,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoom,
+    # Ours carry a detail, so this one is gRPC's own: a message above the limit.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: RequestTooLarge,
     grpc.StatusCode.FAILED_PRECONDITION: TransferRefused,
     grpc.StatusCode.ABORTED: PeerLost,
 }
@@ -50,7 +51,7 @@ _BY_STATUS_MESSAGE: dict[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "a worker did not answer within the request's time",
     grpc.StatusCode.CANCELLED: "the call was cancelled",
     grpc.StatusCode.UNAUTHENTICATED: "a worker refused the cluster token",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "a worker has no room, or a message was too large",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "the request is too large to pass between workers: make it shorter",
 }
 
 

@@ -365,9 +365,9 @@ def view_of(arena: memoryview, grant: SlotGrant) -> memoryview:
 
 
 def bound_grant(grant: Grant, bound: Bound) -> Grant:
-    """Raises TransferRefused when a group has more pages than the credit was for."""
+    """Raises TransferRefused when a group has more pages than the credit was for (a credit of 0 counts none)."""
     for group in bound.groups:
-        if sum(region.num_pages for region in group.regions) > grant.num_pages:
+        if grant.num_pages and sum(region.num_pages for region in group.regions) > grant.num_pages:
             raise TransferRefused("the receiver bound more pages than it had granted")
     return replace(grant, generation=bound.generation, groups=bound.groups)
 
