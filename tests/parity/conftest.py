@@ -33,7 +33,7 @@ class Extent:
 
     def prompts(self, families: int) -> list[Prompt]:
         """All prompts, or those of `families` families."""
-        every = _every()
+        every = list(_every())
         if self.is_full:
             return every
         chosen = sorted(random.Random(self.seed).sample(range(PROMPTS // FAMILY), families))

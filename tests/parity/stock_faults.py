@@ -90,3 +90,66 @@ def _positions(reference: ReferenceModel, change: Callable[[torch.Tensor], torch
         yield
     finally:
         handle.remove()
+
+
+# -- faults of the cache, planted between prefill and decode ------------------------------------------------------
+
+PAGE_TOKENS = 16
+CacheFault = Callable[[Any, Any], None]
+"""(the request's cache, another request's cache): changes the first."""
+
+
+def answer_ids(
+    reference: ReferenceModel,
+    prompt: Prompt,
+    stops: frozenset[int],
+    *,
+    donor: Prompt | None = None,
+    corrupt: CacheFault | None = None,
+    limit: int = 64,
+) -> list[int]:
+    """The greedy answer up to a stop token, which is left out; with `corrupt`, decoded over a corrupted cache."""
+    with torch.inference_mode():
+        other = _prefilled(reference, donor).cache if donor is not None else None
+        out = _prefilled(reference, prompt)
+        if corrupt is not None:
+            corrupt(out.cache, other)
+        tokens: list[int] = []
+        while len(tokens) < limit:
+            tokens.append(int(out.logits[0, -1].argmax()))
+            if tokens[-1] in stops:
+                return tokens[:-1]
+            out = reference.model(input_ids=torch.tensor([tokens[-1:]]), cache=out.cache, use_cache=True)
+    return tokens
+
+
+def _prefilled(reference: ReferenceModel, prompt: Prompt) -> Any:
+    reference.model.model.rope_deltas = None
+    return reference.model(**reference.inputs(prompt), use_cache=True)
+
+
+def keys_of_another(layer: int) -> CacheFault:
+    """The keys of `layer` in all full pages are another request's."""
+
+    def corrupt(cache: Any, other: Any) -> None:
+        tokens = _shared_full_pages(cache, other)
+        cache.layers[layer].keys[:, :, :tokens] = other.layers[layer].keys[:, :, :tokens]
+
+    return corrupt
+
+
+def stale_page(page: int) -> CacheFault:
+    """One page still holds what another request left there, in all layers."""
+
+    def corrupt(cache: Any, other: Any) -> None:
+        rows = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+        for mine, theirs in zip(cache.layers, other.layers, strict=True):
+            mine.keys[:, :, rows] = theirs.keys[:, :, rows]
+            mine.values[:, :, rows] = theirs.values[:, :, rows]
+
+    return corrupt
+
+
+def _shared_full_pages(cache: Any, other: Any) -> int:
+    """Tokens in the full pages that both have."""
+    return min(int(c.get_seq_length()) for c in (cache, other)) // PAGE_TOKENS * PAGE_TOKENS
