@@ -10,14 +10,30 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from PIL import ExifTags, Image
+from PIL import (
+    BmpImagePlugin,
+    ExifTags,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    WebPImagePlugin,
+)
 
 from triptych.core.errors import MediaInvalid, MediaUnsupported
 
 MAX_ASPECT_RATIO = 200
 
-# MPO is what phones and Pillow call a JPEG with further pictures behind the first, which is the one that is shown.
-_PILLOW_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP")
+# Importing these registers them; a format that is not registered would make Pillow import all it has. The JPEG plugin
+# also opens MPO, which is a phone's JPEG with further pictures behind the one that is shown.
+_PLUGINS = (
+    PngImagePlugin.PngImageFile,
+    JpegImagePlugin.JpegImageFile,
+    WebPImagePlugin.WebPImageFile,
+    GifImagePlugin.GifImageFile,
+    BmpImagePlugin.BmpImageFile,
+)
+_PILLOW_FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 _ACCEPTED = "PNG, JPEG, WebP, GIF (first frame) and BMP"
 _TURNED = frozenset({5, 6, 7, 8})
 
