@@ -28,7 +28,8 @@ class GroupRegions:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """First a counted credit of `num_pages`; `groups` is empty until the pages are bound.
+    """First a counted credit of `num_pages`; `groups` is empty until the pages are bound. A worker that prefills too
+    grants 0 pages: it reserves prompt and answer together, later.
 
     The capability (16 random bytes) must be shown by whoever binds, writes and commits. `generation` changes each time
     the pages are reused, and guards the commit.

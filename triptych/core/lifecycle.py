@@ -1,9 +1,9 @@
 """Where a sequence is in its life at a language-model stage: one table, no other place decides.
 
-    prefill worker:   QUEUED -> ADMITTED -> RUNNING -> HANDING_OFF -> DONE
-    decode worker:    GRANTED -> BOUND -> DECODING -> DONE
-    both in one:      QUEUED -> ADMITTED -> RUNNING -> DECODING -> DONE
-    anywhere:         -> ABORTED
+prefill worker:   QUEUED -> ADMITTED -> RUNNING -> HANDING_OFF -> DONE
+decode worker:    GRANTED -> BOUND -> DECODING -> DONE
+both in one:      QUEUED -> ADMITTED -> RUNNING -> DECODING -> DONE
+anywhere:         -> ABORTED
 """
 
 from __future__ import annotations

@@ -68,7 +68,16 @@ class Timeline:
         end = self.clock.monotonic_ns() if end_ns is None else end_ns
         self.events.append(
             TimelineEvent(
-                self.stage, event, start_ns, end, self.worker_id, self.attempt, num_bytes, num_tokens, source, item_index
+                self.stage,
+                event,
+                start_ns,
+                end,
+                self.worker_id,
+                self.attempt,
+                num_bytes,
+                num_tokens,
+                source,
+                item_index,
             )
         )
 

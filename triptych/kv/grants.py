@@ -102,11 +102,11 @@ class GrantTable:
         else:
             self._manager.free_leased(record.pages)
 
-    def writer_finished(self, grant_id: str, writer: WorkerRef) -> None:
-        """The writer says that it will not touch the grant's pages again."""
-        record = self._records.get(grant_id)
-        if record is not None and record.writer == writer:
-            self._end_writing(record)
+    def writer_finished(self, ref: AttemptRef, grant_id: str | None, writer: WorkerRef) -> None:
+        """The writer says that it will not touch the pages of this grant (None: of all of the attempt's) again."""
+        for record in list(self._records.values()):
+            if record.ref == ref and record.writer == writer and grant_id in (None, record.grant_id):
+                self._end_writing(record)
 
     def writer_lost(self, writer: WorkerRef) -> list[AttemptRef]:
         """The writer's process is gone. Returns the attempts whose KV will never be complete."""

@@ -2,7 +2,7 @@
 
 An identity is SHA-256 over length-prefixed fields, so that no two different field lists hash alike. Everything that
 changes the embedding is in it: weights, vision dtype, processor version, modality, processing parameters, the tenant's
-salt and the *encoded* media bytes (hashing encoded bytes costs a tenth of hashing pixels). Test vectors: docs/identity.md.
+salt and the *encoded* media bytes (hashing those costs a tenth of hashing pixels). Test vectors: docs/identity.md.
 """
 
 from __future__ import annotations

@@ -53,10 +53,13 @@ def load_part(
     wanted = dict(module.state_dict())
     missing, unexpected = sorted(wanted.keys() - names.keys()), sorted(names.keys() - wanted.keys())
     if missing:
-        raise StartupError(f"the {part} part of the checkpoint lacks the tensor {missing[0]!r} (and {len(missing) - 1} more)")
+        raise StartupError(
+            f"the {part} part of the checkpoint lacks the tensor {missing[0]!r} (and {len(missing) - 1} more)"
+        )
     if unexpected:
         raise StartupError(
-            f"the {part} part of the checkpoint has an unexpected tensor {names[unexpected[0]]!r} (and {len(unexpected) - 1} more)"
+            f"the {part} part of the checkpoint has an unexpected tensor {names[unexpected[0]]!r} "
+            f"(and {len(unexpected) - 1} more)"
         )
     by_shard: dict[Path, list[str]] = {}
     for name in wanted:
@@ -67,7 +70,8 @@ def load_part(
                 tensor = file.get_tensor(names[name])
                 if tensor.shape != wanted[name].shape:
                     raise StartupError(
-                        f"tensor {names[name]!r} has shape {tuple(tensor.shape)}, the config says {tuple(wanted[name].shape)}"
+                        f"tensor {names[name]!r} has shape {tuple(tensor.shape)}, "
+                        f"the config says {tuple(wanted[name].shape)}"
                     )
                 module.load_state_dict({name: tensor.to(dtype)}, strict=False, assign=True)
 

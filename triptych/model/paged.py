@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -129,7 +129,7 @@ def paged_attention(
         (1, rows, heads, head_dim).
     """
     assert paged is not None and attention_mask is None, "paged attention needs its batch and no mask"
-    layer = paged.pool[module.layer_idx]
+    layer = paged.pool[cast(int, module.layer_idx)]
     keys, values = (half.view(-1, *half.shape[2:]) for half in (layer[0], layer[1]))
     keys.index_copy_(0, paged.write_slots, key[0].transpose(0, 1))
     values.index_copy_(0, paged.write_slots, value[0].transpose(0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from PIL import Image
@@ -38,7 +38,7 @@ class Qwen25Vision:
         self.processor = processor
         self.device = device
         self.dtype = next(model.visual.parameters()).dtype
-        self.row_elements = int(model.config.vision_config.out_hidden_size)
+        self.row_elements = int(cast(Any, model.config).vision_config.out_hidden_size)
         self.num_parameters = count_parameters(model)
 
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
@@ -57,7 +57,7 @@ class Qwen25Vision:
 class Qwen25Language:
     """LanguagePart over the text model and its head."""
 
-    def __init__(self, model: torch.nn.Module, head: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, model: Any, head: torch.Tensor, device: torch.device) -> None:
         self.model = model
         self.head = head
         self.device = device
@@ -93,7 +93,8 @@ def load_qwen25_vision(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: tor
     model.visual.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config.vision_config).to(device)
     check_loaded(model, "vision")
     processor = Qwen2VLImageProcessorPil(**_processor_settings(adapter))
-    return Qwen25Vision(model.eval(), processor, device)
+    model.train(False)
+    return Qwen25Vision(model, processor, device)
 
 
 def load_qwen25_language(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: torch.device) -> Qwen25Language:
@@ -101,7 +102,7 @@ def load_qwen25_language(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: t
     config = AutoConfig.from_pretrained(adapter.model_dir, attn_implementation=ATTENTION_NAME)
     with torch.device("meta"):
         whole = Qwen2_5_VLForConditionalGeneration(config)
-    model = whole.model.language_model
+    model: Any = whole.model.language_model
     index = tensor_index(adapter.model_dir)
     names = select_prefix(index, LANGUAGE_PREFIXES)
     load_part(model, index, names, dtype, device, "language")
@@ -112,9 +113,12 @@ def load_qwen25_language(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: t
         holder = torch.nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta", dtype=dtype)
         load_part(holder, index, {"weight": HEAD_NAME}, dtype, device, "language head")
         head = holder.weight
-    return Qwen25Language(model.eval(), head.detach(), device)
+    model.train(False)
+    return Qwen25Language(model, head.detach(), device)
 
 
-def _processor_settings(adapter: Qwen25VLAdapter) -> dict[str, object]:
+def _processor_settings(adapter: Qwen25VLAdapter) -> dict[str, Any]:
     raw = json.loads((adapter.model_dir / "preprocessor_config.json").read_text())
-    return {name: value for name, value in raw.items() if not name.endswith("processor_type") and name != "processor_class"}
+    return {
+        name: value for name, value in raw.items() if not name.endswith("processor_type") and name != "processor_class"
+    }

@@ -289,7 +289,7 @@ def grant_from_proto(message: pb.Grant) -> Grant:
         worker_id=worker.worker_id,
         epoch=worker.epoch,
         capability=capability_from_proto(message.capability),
-        num_pages=check.integer("num_pages", message.num_pages, 1, MAX_PAGES),
+        num_pages=check.integer("num_pages", message.num_pages, 0, MAX_PAGES),
         generation=check.integer("generation", message.generation, 0, _INT64),
         groups=groups_from_proto(message.groups),
     )

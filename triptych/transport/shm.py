@@ -120,8 +120,10 @@ class SharedSegment:
 
 def sweep_dead_segments(*, directory: Path = SHM_DIRECTORY) -> list[str]:
     """Removes the segments of this user whose owner is dead; answers their names."""
-    with os.scandir(directory) as entries:
-        names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
+    try:
+        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []  # no shared memory here, so nothing was left in it
     return [name for name in sorted(names) if _remove_if_dead(directory / name)]
 
 

@@ -79,7 +79,7 @@ class Adapter(ABC):
         self.processing_key = self._read_processing_key()
         if self.vocab_size > SENTINEL_BASE:
             raise StartupError(
-                f"model {self.model_name!r} has a vocabulary of {self.vocab_size}; at most {SENTINEL_BASE} can be served"
+                f"model {self.model_name!r} has a vocabulary of {self.vocab_size}; the most is {SENTINEL_BASE}"
             )
 
     @property

@@ -56,7 +56,8 @@ class Qwen25VLAdapter(Adapter):
             raise MediaInvalid("the picture has no pixels")
         if max(width_px, height_px) > MAX_ASPECT_RATIO * min(width_px, height_px):
             raise MediaInvalid(
-                f"the picture is {width_px}x{height_px}; its longer side may be at most {MAX_ASPECT_RATIO} times the shorter"
+                f"the picture is {width_px}x{height_px}; "
+                f"its longer side may be at most {MAX_ASPECT_RATIO} times the shorter"
             )
         unit_px = self.patch_px * self.merge_size
         height, width = resized_to_grid(height_px, width_px, unit_px, self.min_pixels, self.max_pixels)

@@ -1,0 +1,18 @@
+"""`python -m services.decode`."""
+
+from __future__ import annotations
+
+import sys
+
+from services.decode.app import worker_plan
+from services.decode.settings import SERVICE, read_settings
+from triptych.core.settings import run_main
+from triptych.stages.process import run_worker
+
+
+def main() -> int:
+    return run_worker(worker_plan(read_settings()), SERVICE)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,117 @@
+"""The encoder's step loop: one vision pass over whatever pictures wait, across requests."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from triptych.core.clock import Clock
+from triptych.core.errors import Aborted, TriptychError
+from triptych.core.plan import Grid
+from triptych.model.parts import VisionPart
+from triptych.obs import metrics
+from triptych.sched.encode import plan_batch
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.2
+STUCK_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An embedding on the host, (num_tokens, row_elements) contiguous, and when its pass ran."""
+
+    rows: torch.Tensor
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    pixels: torch.Tensor
+    grid: Grid
+    future: Future[Encoded]
+
+    @property
+    def patches(self) -> int:
+        return self.grid.t * self.grid.h * self.grid.w
+
+
+class EncodeEngine:
+    """Sole caller of the vision part; one thread."""
+
+    def __init__(self, part: VisionPart, max_patches: int, max_items: int, clock: Clock) -> None:
+        self.part = part
+        self._max_patches = max_patches
+        self._max_items = max_items
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._backlog: list[_Waiting] = []
+        self._stopping = False
+        self._beat_ns = clock.monotonic_ns()
+        self._thread = threading.Thread(target=self._loop, name="encoder-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    def submit(self, pixels: torch.Tensor, grid: Grid) -> Future[Encoded]:
+        """One picture's patches (patches, elements); cancel the future to drop it while it waits."""
+        future: Future[Encoded] = Future()
+        self._inbox.put(_Waiting(pixels, grid, future))
+        return future
+
+    def is_progressing(self) -> bool:
+        return self._thread.is_alive() and self._clock.monotonic_ns() - self._beat_ns < STUCK_AFTER_S * 1e9
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._beat_ns = self._clock.monotonic_ns()
+            self._drain()
+            metrics.ENCODER_QUEUE_DEPTH.set(len(self._backlog))
+            count = plan_batch([waiting.patches for waiting in self._backlog], self._max_patches, self._max_items)
+            batch, self._backlog = self._backlog[:count], self._backlog[count:]
+            self._run([waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()])
+        for waiting in self._backlog:
+            waiting.future.set_exception(Aborted("the encoder is shutting down"))
+
+    def _drain(self) -> None:
+        try:
+            entry = self._inbox.get_nowait() if self._backlog else self._inbox.get(timeout=IDLE_WAIT_S)
+            while True:
+                if entry is None:
+                    self._stopping = True
+                else:
+                    self._backlog.append(entry)
+                entry = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _run(self, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        start_ns = self._clock.monotonic_ns()
+        try:
+            outputs = self.part.encode([waiting.pixels for waiting in batch], [waiting.grid for waiting in batch])
+            hosted = [rows.to("cpu").contiguous() for rows in outputs]
+        except Exception:
+            log.exception("a vision pass failed")
+            for waiting in batch:
+                waiting.future.set_exception(TriptychError("the encoder met an internal error"))
+            return
+        end_ns = self._clock.monotonic_ns()
+        metrics.ENCODER_BATCH_SECONDS.observe((end_ns - start_ns) / 1e9)
+        metrics.ENCODER_BATCH_ITEMS.observe(len(batch))
+        metrics.ENCODER_PATCHES.inc(sum(waiting.patches for waiting in batch))
+        metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in hosted))
+        for waiting, rows in zip(batch, hosted, strict=True):
+            waiting.future.set_result(Encoded(rows.clone(), start_ns, end_ns))

@@ -1,0 +1,124 @@
+"""A sequence in an engine: the mutable state that only the step loop changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from triptych.core.errors import TriptychError
+from triptych.core.expansion import IdArray
+from triptych.core.ids import AttemptRef
+from triptych.core.lifecycle import Phase
+from triptych.core.plan import EmbeddingSource, FinishReason, Item, Plan, Token
+from triptych.core.timeline import Timeline
+from triptych.kv.manager import SequencePages
+from triptych.mm.mrope import PositionArray
+from triptych.model.sampler import SampleRow
+
+
+class SequenceSink(Protocol):
+    """Hears of a sequence from the engine's thread; must not block. After `finished` or `failed` it hears no more."""
+
+    def admitted(self, cached_tokens: int) -> None: ...
+    def tokens(self, tokens: SequenceOf[Token]) -> None: ...
+    def handed_off(self, num_bytes: int) -> None: ...
+    def decoding(self) -> None: ...
+    def finished(self, reason: FinishReason) -> None: ...
+    def failed(self, error: TriptychError) -> None: ...
+
+
+class Handoff(Protocol):
+    """Where a prompt's KV goes: a decode worker's pool, mapped here."""
+
+    def copy(self, pages: SequenceOf[int], first: int) -> int:
+        """Copies local `pages` to the grant's pages from its `first` on; returns the bytes moved."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class PendingItem:
+    """An item of the prompt: `rows` is (num_tokens, hidden) once the embedding has landed."""
+
+    item: Item
+    source: EmbeddingSource | None = None
+    rows: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One attempt at one choice.
+
+    Attributes:
+        ids: prompt (sentinels at embedding rows), then what was sampled.
+        positions: int64 (axes, prompt_tokens); `position_delta` extends it.
+        timeline, decode_timeline: what was done for the prompt, and for the answer.
+        is_adopted: its pages are a grant's, written by another worker; this engine neither shares nor frees them.
+        needs_handoff: its KV goes to another worker after the first token.
+        handoff: where to, once the pages are bound. Nothing runs before.
+        num_computed: tokens whose KV is written here; `num_pushed_pages` of them are written there.
+        num_sampled: tokens of the answer so far, wherever they were sampled.
+    """
+
+    ref: AttemptRef
+    plan: Plan
+    ids: list[int]
+    positions: PositionArray
+    position_delta: int
+    sink: SequenceSink
+    timeline: Timeline
+    decode_timeline: Timeline
+    needs_handoff: bool = False
+    is_adopted: bool = False
+    phase: Phase = Phase.QUEUED
+    items: list[PendingItem] = field(default_factory=list)
+    pages: SequencePages | None = None
+    handoff: Handoff | None = None
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_sampled: int = 0
+    num_pushed_pages: int = 0
+    num_pushed_bytes: int = 0
+    queued_ns: int = 0
+
+    @property
+    def num_ready(self) -> int:
+        """Prompt tokens computable now: up to the first embedding that is missing, none before the pages are bound."""
+        if self.phase is Phase.DECODING or (self.needs_handoff and self.handoff is None):
+            return self.num_computed
+        for pending in self.items:
+            if pending.rows is None and pending.item.end > self.num_computed:
+                return max(pending.item.offset, self.num_computed)
+        return self.num_prompt
+
+    def slice_ids(self, count: int) -> IdArray:
+        """The next `count` ids to run, int64."""
+        return np.array(self.ids[self.num_computed : self.num_computed + count], dtype=np.int64)
+
+    def slice_positions(self, count: int) -> PositionArray:
+        """Their positions, int64 (axes, count)."""
+        if self.num_computed < self.num_prompt:
+            return self.positions[:, self.num_computed : self.num_computed + count]
+        position = self.num_computed + self.position_delta
+        return np.full((self.positions.shape[0], count), position, dtype=np.int64)
+
+    def sample_row(self) -> SampleRow:
+        return SampleRow(self.plan.sampling, self.ref.choice, self.num_prompt + self.num_sampled)
+
+    def take(self, token_id: int) -> Token:
+        """Appends a sampled token."""
+        token = Token(self.num_sampled, token_id)
+        self.ids.append(token_id)
+        self.num_sampled += 1
+        return token
+
+    def finish_reason(self, token: Token) -> FinishReason | None:
+        """Set when this token ends the answer."""
+        if token.id in self.plan.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token.index + 1 >= self.plan.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,118 @@
+"""Runs one step of the language model: packs rows, scatters embeddings, attends over pages, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from triptych.core.errors import EmbeddingMissing, MediaMismatch
+from triptych.core.expansion import IdArray
+from triptych.mm.mrope import PositionArray
+from triptych.mm.sentinels import SENTINEL_BASE
+from triptych.model.paged import build_batch
+from triptych.model.parts import LanguagePart
+from triptych.model.sampler import SampleRow, sample
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpan:
+    """Embedding rows that go over `count` rows of a slice, from its `row` on; `rows` is (count, hidden)."""
+
+    row: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RunSlice:
+    """What one sequence adds to a step.
+
+    Attributes:
+        ids: int64 (count,), sentinels where embeddings go.
+        positions: int64 (axes, count).
+        pages: block table that covers the slice's end.
+        start: index of its first token in the sequence.
+        embeddings: must cover exactly the sentinels.
+        sample: set when the last row's logits are wanted.
+    """
+
+    ids: IdArray
+    positions: PositionArray
+    pages: Sequence[int]
+    start: int
+    embeddings: tuple[EmbeddingSpan, ...] = ()
+    sample: SampleRow | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutput:
+    """Sampled id of each slice (None where none was wanted), and the float32 logits behind them."""
+
+    token_ids: list[int | None]
+    logits: torch.Tensor | None = field(repr=False)
+
+
+class LanguageRunner:
+    """Owns the pool tensor's use on this device; called by the engine's thread only."""
+
+    def __init__(self, part: LanguagePart, pool: torch.Tensor, page_tokens: int, lookup_id: int) -> None:
+        self.part = part
+        self.pool = pool
+        self.page_tokens = page_tokens
+        self._lookup_id = lookup_id
+
+    @torch.inference_mode()
+    def run(self, slices: Sequence[RunSlice]) -> RunOutput:
+        """One forward pass. Raises EmbeddingMissing or MediaMismatch when embeddings do not cover the sentinels; then
+        nothing was written."""
+        for piece in slices:
+            check_coverage(piece)
+        ids = np.concatenate([piece.ids for piece in slices])
+        positions = np.concatenate([piece.positions for piece in slices], axis=1)
+        embeddings = scatter(self.part, ids, slices, self._lookup_id)
+        batch = build_batch(
+            self.pool, self.page_tokens, [(p.pages, p.start, len(p.ids)) for p in slices], self.part.device
+        )
+        hidden = self.part.hidden(embeddings, torch.from_numpy(positions).to(self.part.device), batch)
+        return self._sample(hidden, slices)
+
+    def _sample(self, hidden: torch.Tensor, slices: Sequence[RunSlice]) -> RunOutput:
+        ends = np.cumsum([len(piece.ids) for piece in slices]) - 1
+        wanted = [index for index, piece in enumerate(slices) if piece.sample is not None]
+        token_ids: list[int | None] = [None] * len(slices)
+        if not wanted:
+            return RunOutput(token_ids, None)
+        logits = self.part.logits(hidden[torch.from_numpy(ends[wanted]).to(hidden.device)])
+        rows = [piece.sample for piece in slices if piece.sample is not None]
+        for index, token_id in zip(wanted, sample(logits, rows), strict=True):
+            token_ids[index] = token_id
+        return RunOutput(token_ids, logits)
+
+
+def check_coverage(piece: RunSlice) -> None:
+    """Every sentinel gets exactly one embedding row, and no other token gets any. Counted on the host."""
+    is_sentinel = piece.ids >= SENTINEL_BASE
+    covered = np.zeros(len(piece.ids), dtype=np.int64)
+    for span in piece.embeddings:
+        if span.row < 0 or span.row + span.rows.shape[0] > len(piece.ids):
+            raise MediaMismatch("an embedding reaches beyond its place in the prompt")
+        covered[span.row : span.row + span.rows.shape[0]] += 1
+    if np.any(is_sentinel & (covered == 0)):
+        raise EmbeddingMissing("an embedding that was dispatched did not arrive")
+    if np.any(covered != is_sentinel):
+        raise MediaMismatch("the embeddings do not match the prompt's places for them")
+
+
+def scatter(part: LanguagePart, ids: IdArray, slices: Sequence[RunSlice], lookup_id: int) -> torch.Tensor:
+    """Looks up all ids (sentinels as the family's look-up id) and overwrites the sentinels' rows: (tokens, hidden)."""
+    lookup = torch.from_numpy(np.where(ids >= SENTINEL_BASE, lookup_id, ids)).to(part.device)
+    embeddings = part.embed(lookup)
+    first_row = 0
+    for piece in slices:
+        for span in piece.embeddings:
+            at = first_row + span.row
+            embeddings[at : at + span.rows.shape[0]] = span.rows.to(embeddings.device, embeddings.dtype)
+        first_row += len(piece.ids)
+    return embeddings

@@ -1,0 +1,241 @@
+"""The decode stage: grants KV room, takes prompts that prefill wrote, streams the answer's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from triptych.core.clock import Clock
+from triptych.core.errors import (
+    Aborted,
+    DeadlineExceeded,
+    NoRoom,
+    PeerLost,
+    RequestTooLarge,
+    StaleAttempt,
+    TransferRefused,
+)
+from triptych.core.grant import Grant
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.plan import FinishReason, Plan, Token, Usage
+from triptych.core.timeline import Timeline
+from triptych.engine.loop import LanguageEngine
+from triptych.kv.grants import GrantTable
+from triptych.kv.manager import SequencePages
+from triptych.model.adapters.base import Adapter
+from triptych.obs import metrics
+from triptych.rpc import convert
+from triptych.rpc.errors import AbortOnError
+from triptych.stages.attempts import AttemptFence
+from triptych.stages.events import EventStream, Finished, Sampled
+from triptych.stages.prefill import LocalAnswer
+from triptych.stages.sequences import check_plan, new_sequence
+from triptych.stages.tasks import Background, on_engine
+from triptych.transport.types import Arena
+from triptych.wire.v1 import decode_pb2 as pb
+from triptych.wire.v1 import decode_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One Generate call in flight."""
+
+    plan: Plan
+    grant: Grant
+    stream: EventStream
+    timeline: Timeline
+    opened_ns: int
+
+
+LandPages = Callable[[list[int]], None]
+"""Makes committed pages visible to the engine's device: nothing to do when the pool itself is the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParts:
+    """What every call needs. `arena` is None when only this process writes the pool."""
+
+    engine: LanguageEngine
+    adapter: Adapter
+    worker: WorkerRef
+    grants: GrantTable
+    clock: Clock
+    background: Background
+    is_local: bool = False
+    arena: Arena | None = None
+    land_pages: LandPages | None = None
+
+
+class DecodeStage(decode_pb2_grpc.DecodeServicer):
+    """Serves Generate calls and implements `KvReceiver`. Owns the table of calls in flight; grants and sequences belong
+    to the engine's thread."""
+
+    def __init__(self, parts: DecodeParts) -> None:
+        self._parts = parts
+        self._fence = AttemptFence()
+        self._answers: dict[AttemptRef, Answer] = {}
+
+    @property
+    def arena(self) -> Arena:
+        assert self._parts.arena is not None, "this pool is not open to other workers"
+        return self._parts.arena
+
+    async def Generate(  # noqa: N802 - the name in the proto
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async with AbortOnError(context):
+            ref, plan = convert.ref_from_proto(request.ref), convert.plan_from_proto(request.plan)
+            check_plan(plan, self._parts.adapter)
+            self._fence.enter(ref)
+            if ref in self._answers:
+                raise StaleAttempt("this attempt is already being answered")
+            answer = await self._open(ref, plan)
+            try:
+                async with asyncio.timeout(plan.timeout_s):
+                    yield pb.GenerateResponse(granted=convert.grant_to_proto(answer.grant))
+                    async for response in _responses(answer):
+                        yield response
+            except TimeoutError:
+                raise DeadlineExceeded("the answer did not end within the request's time") from None
+            finally:
+                del self._answers[ref]
+                self._parts.background.start(self._close(ref, answer))
+
+    def attach(self, ref: AttemptRef, grant: Grant) -> LocalAnswer:
+        """The stream of a call whose prompt is prefilled in this process (`LocalDecode`)."""
+        answer = self._answers.get(ref)
+        if answer is None:
+            raise StaleAttempt("this grant has ended")
+        if answer.grant != grant:
+            raise TransferRefused("this grant belongs to another attempt")
+        return LocalAnswer(answer.stream, answer.timeline)
+
+    # -- KvReceiver --------------------------------------------------------------------------------------------------
+
+    async def bind(self, peer: WorkerRef, ref: AttemptRef, grant_id: str, capability: bytes) -> Grant:
+        grants = self._parts.grants
+        record = await on_engine(self._parts.engine.call(partial(grants.bind, ref, grant_id, capability, peer)))
+        return grants.grant_of(record)
+
+    async def commit_kv(
+        self,
+        peer: WorkerRef,
+        ref: AttemptRef,
+        grant_id: str,
+        generation: int,
+        capability: bytes,
+        num_tokens: int,
+        num_bytes: int,
+        first_token: Token,
+        position_delta: int,
+    ) -> None:
+        answer = self._answers.get(ref)
+        if answer is None:
+            await self.abort(peer, ref, grant_id, "the call has ended")
+            raise StaleAttempt("this grant has ended")
+        if num_tokens != answer.plan.num_prompt_tokens or first_token.index != 0:
+            raise TransferRefused("the commit does not cover the prompt")
+        if first_token.id >= self._parts.adapter.vocab_size:
+            raise TransferRefused("the first token is not in the vocabulary")
+        answer.timeline.add("kv_wait", answer.opened_ns, num_bytes=num_bytes, num_tokens=num_tokens)
+        adopt = partial(self._adopt, answer, peer, ref, grant_id, generation, capability, first_token, position_delta)
+        await on_engine(self._parts.engine.call(adopt))
+
+    async def abort(self, peer: WorkerRef, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
+        """The router ends the call; here only the pages stop being written."""
+        finish = partial(self._parts.grants.writer_finished, ref, grant_id, peer)
+        await on_engine(self._parts.engine.call(finish))
+
+    async def peer_lost(self, peer: WorkerRef) -> None:
+        orphans = await on_engine(self._parts.engine.call(partial(self._parts.grants.writer_lost, peer)))
+        for ref in orphans:
+            if ref in self._answers:
+                self._answers[ref].stream.failed(PeerLost("the prefill worker of this request was lost"))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _open(self, ref: AttemptRef, plan: Plan) -> Answer:
+        parts = self._parts
+        opened_ns = parts.clock.monotonic_ns()
+        num_tokens = 0 if parts.is_local else plan.num_total_tokens - 1
+        try:
+            if parts.is_local:
+                self._check_local(plan)
+            record = await on_engine(parts.engine.call(partial(parts.grants.issue, ref, num_tokens)))
+        except (NoRoom, RequestTooLarge) as error:
+            metrics.GRANTS.labels(error.code.replace("request_", "")).inc()
+            raise
+        metrics.GRANTS.labels("granted").inc()
+        timeline = Timeline("decode", parts.worker.worker_id, parts.clock, ref.attempt)
+        timeline.add("grant", opened_ns)
+        stream = EventStream(asyncio.get_running_loop())
+        answer = Answer(plan, parts.grants.grant_of(record), stream, timeline, parts.clock.monotonic_ns())
+        self._answers[ref] = answer
+        metrics.DECODE_WAITING_KV.set(len(self._answers))
+        return answer
+
+    def _check_local(self, plan: Plan) -> None:
+        """Room is found by the prefill half, all at once; here only what waits is bounded."""
+        if len(self._answers) >= self._parts.engine.limits.max_waiting:
+            raise NoRoom("this worker's queue is full right now")
+
+    def _adopt(
+        self,
+        answer: Answer,
+        peer: WorkerRef,
+        ref: AttemptRef,
+        grant_id: str,
+        generation: int,
+        capability: bytes,
+        first_token: Token,
+        position_delta: int,
+    ) -> None:
+        """On the engine's thread: the commit is checked and the sequence starts, or neither."""
+        parts = self._parts
+        sequence = new_sequence(ref, answer.plan, parts.adapter, answer.stream, answer.timeline, answer.timeline)
+        if sequence.position_delta != position_delta:
+            raise TransferRefused("prefill and decode do not agree on the prompt's positions")
+        record = parts.grants.commit(ref, grant_id, generation, capability, peer)
+        if parts.land_pages is not None:
+            parts.land_pages(record.pages)
+        sequence.pages = SequencePages(b"", record.pages, [], set(), 0)
+        parts.engine.adopt(sequence, first_token)
+
+    async def _close(self, ref: AttemptRef, answer: Answer) -> None:
+        engine, grants = self._parts.engine, self._parts.grants
+        metrics.DECODE_WAITING_KV.set(len(self._answers))
+
+        def close() -> None:
+            engine.abort(ref, Aborted("the call ended"))
+            grants.release(answer.grant.grant_id)
+
+        await on_engine(engine.call(close))
+
+
+async def _responses(answer: Answer) -> AsyncIterator[pb.GenerateResponse]:
+    """Token batches (whatever waits goes into one message), then the end."""
+    num_tokens = 1
+    while True:
+        events = [await answer.stream.next(), *answer.stream.ready()]
+        tokens = [token for event in events if isinstance(event, Sampled) for token in event.tokens]
+        if tokens:
+            num_tokens = tokens[-1].index + 1
+            yield pb.GenerateResponse(tokens=pb.TokenBatch(tokens=[convert.token_to_proto(token) for token in tokens]))
+        for event in events:
+            if isinstance(event, Finished):
+                answer.timeline.add("finish", answer.opened_ns, num_tokens=num_tokens)
+                yield pb.GenerateResponse(generate_done=_done(answer, event.reason, num_tokens))
+                return
+
+
+def _done(answer: Answer, reason: FinishReason, num_tokens: int) -> pb.GenerateDone:
+    return pb.GenerateDone(
+        finish_reason=convert.finish_reason_to_proto(reason),
+        usage=convert.usage_to_proto(Usage(answer.plan.num_prompt_tokens, 0, num_tokens)),
+        timeline=[convert.event_to_proto(event) for event in answer.timeline.events],
+    )

@@ -1,0 +1,216 @@
+"""The encode stage: asks prefill for a landing slot, computes only what it must, writes and commits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+import torch
+
+from triptych.core.clock import Clock
+from triptych.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MediaMismatch,
+    PeerLost,
+    TransferRefused,
+    TriptychError,
+)
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.plan import EmbeddingSource, Item, Modality
+from triptych.core.timeline import Timeline
+from triptych.model.adapters.base import Adapter
+from triptych.obs import metrics
+from triptych.rpc import convert
+from triptych.rpc.errors import AbortOnError
+from triptych.stages.attempts import AttemptFence
+from triptych.stages.embeddings import EmbeddingSupply
+from triptych.stages.tasks import Background
+from triptych.transport.layout import checksum64
+from triptych.transport.link import EmbeddingLink
+from triptych.transport.types import HaveIt, SlotGrant
+from triptych.wire.v1 import encoder_pb2 as pb
+from triptych.wire.v1 import encoder_pb2_grpc
+
+MAX_CHUNK_BYTES = 1 << 20
+
+
+class EmbeddingLinks(Protocol):
+    async def embedding(self, worker: WorkerRef) -> EmbeddingLink:
+        """A link to that prefill process. Raises PeerLost when it is not (any more) in the registry."""
+        ...
+
+
+class EncoderStage(encoder_pb2_grpc.EncoderServicer):
+    """Serves Encode calls. Owns no state but the fence: the supply owns embeddings."""
+
+    def __init__(
+        self,
+        supply: EmbeddingSupply,
+        adapter: Adapter,
+        worker: WorkerRef,
+        links: EmbeddingLinks,
+        clock: Clock,
+        background: Background,
+        max_media_bytes: int,
+    ) -> None:
+        self._supply = supply
+        self._adapter = adapter
+        self._worker = worker
+        self._links = links
+        self._clock = clock
+        self._background = background
+        self._max_media_bytes = max_media_bytes
+        self._fence = AttemptFence()
+
+    async def Encode(  # noqa: N802 - the name in the proto
+        self, requests: AsyncIterator[pb.EncodeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.EncodeResponse]:
+        async with AbortOnError(context):
+            start = await self._start_of(requests)
+            run = _EncodeRun(self, start)
+            try:
+                async with asyncio.timeout(convert.timeout_from_ms(start.timeout_ms)):
+                    async for response in run.responses(requests):
+                        yield response
+            except TimeoutError:
+                raise DeadlineExceeded("the pictures were not encoded within the request's time") from None
+
+    async def _start_of(self, requests: AsyncIterator[pb.EncodeRequest]) -> pb.EncodeStart:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("kind") != "start":
+            raise InvalidRequest("an Encode call begins with `start`")
+        if first.start.model_fingerprint != self._adapter.fingerprint:
+            raise TransferRefused("the request was made for another model than this worker serves")
+        if not first.start.items:
+            raise InvalidRequest("an Encode call needs at least one item")
+        self._fence.enter(convert.ref_from_proto(first.start.ref))
+        return first.start
+
+
+class _EncodeRun:
+    """One Encode call: a task for each item, one reader of media chunks, answers in the order they come."""
+
+    def __init__(self, stage: EncoderStage, start: pb.EncodeStart) -> None:
+        self._stage = stage
+        self._ref: AttemptRef = convert.ref_from_proto(start.ref)
+        self._prefill = convert.worker_ref_from_proto(start.prefill_worker_id, start.prefill_epoch)
+        self._items = {entry.item_index: convert.item_from_proto(entry.item) for entry in start.items}
+        self._timeout_s = convert.timeout_from_ms(start.timeout_ms)
+        self._timeline = Timeline("encoder", stage._worker.worker_id, stage._clock, self._ref.attempt)
+        self._media = {index: _MediaBuffer(item, stage._max_media_bytes) for index, item in self._items.items()}
+        self._answers: asyncio.Queue[pb.EncodeResponse | TriptychError] = asyncio.Queue()
+
+    async def responses(self, requests: AsyncIterator[pb.EncodeRequest]) -> AsyncIterator[pb.EncodeResponse]:
+        link = await self._stage._links.embedding(self._prefill)
+        tasks = [asyncio.create_task(self._read_media(requests))]
+        tasks += [asyncio.create_task(self._encode(link, index, item)) for index, item in self._items.items()]
+        is_complete = False
+        try:
+            unfinished = set(self._items)
+            while unfinished:
+                answer = await self._answers.get()
+                if isinstance(answer, TriptychError):
+                    raise answer
+                yield answer
+                unfinished.discard(answer.item_done.item_index if answer.HasField("item_done") else -1)
+            is_complete = True
+            events = [convert.event_to_proto(event) for event in self._timeline.events]
+            yield pb.EncodeResponse(encode_done=pb.EncodeDone(timeline=events))
+        finally:
+            self._stage._background.start(self._end(link, tasks, is_complete))
+
+    async def _end(self, link: EmbeddingLink, tasks: list[asyncio.Task[None]], is_complete: bool) -> None:
+        """Only when no task can write any more does prefill hear that the call is over."""
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not is_complete:
+            await link.abort(self._ref, None, "the encode call ended")
+
+    async def _encode(self, link: EmbeddingLink, index: int, item: Item) -> None:
+        try:
+            self._answers.put_nowait(await self._encode_item(link, index, item))
+        except TriptychError as error:
+            self._answers.put_nowait(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._answers.put_nowait(TriptychError("the encoder met an internal error"))
+            raise error
+
+    async def _encode_item(self, link: EmbeddingLink, index: int, item: Item) -> pb.EncodeResponse:
+        if item.modality is not Modality.IMAGE:
+            raise InvalidRequest(f"{item.modality.value} input is not served yet")
+        start_ns = self._stage._clock.monotonic_ns()
+        num_bytes = item.num_tokens * self._stage._supply.row_bytes
+        slot = await link.request_slot(
+            self._ref, index, item.identity, item.num_tokens, num_bytes, timeout_s=self._timeout_s
+        )
+        self._timeline.add("slot_wait", start_ns, item_index=index)
+        if isinstance(slot, HaveIt):
+            self._timeline.add("radix_hit", start_ns, source=slot.source, item_index=index)
+            return self._item_done(index, slot.source, 0)
+        rows, source = await self._stage._supply.get(item, index, lambda: self._fetch(index), self._timeline)
+        await self._write(link, index, slot, rows, source)
+        return self._item_done(index, source, slot.num_bytes)
+
+    async def _write(
+        self, link: EmbeddingLink, index: int, slot: SlotGrant, rows: torch.Tensor, source: EmbeddingSource
+    ) -> None:
+        start_ns = self._stage._clock.monotonic_ns()
+        data = rows.view(torch.uint8).numpy().data.cast("B")
+        if len(data) != slot.num_bytes:
+            raise MediaMismatch("the picture's embedding has another length than the prompt")
+        view = link.slot_view(slot)
+        view[:] = data
+        await link.commit_embedding(self._ref, index, slot, source, checksum64(data))
+        self._timeline.add("write", start_ns, num_bytes=len(data), source=source, item_index=index)
+
+    def _item_done(self, index: int, source: EmbeddingSource, num_bytes: int) -> pb.EncodeResponse:
+        metrics.ENCODER_ITEMS.labels(source.value).inc()
+        done = pb.ItemDone(item_index=index, source=convert.source_to_proto(source), num_bytes=num_bytes)
+        return pb.EncodeResponse(item_done=done)
+
+    async def _fetch(self, index: int) -> bytes:
+        if not self._media[index].is_wanted:
+            self._media[index].is_wanted = True
+            self._answers.put_nowait(pb.EncodeResponse(need_bytes=pb.NeedBytes(item_index=index)))
+        return await self._media[index].complete
+
+    async def _read_media(self, requests: AsyncIterator[pb.EncodeRequest]) -> None:
+        """Collects chunks until the router closes its side."""
+        try:
+            async for request in requests:
+                if request.WhichOneof("kind") != "chunk" or request.chunk.item_index not in self._media:
+                    raise InvalidRequest("only chunks of the call's items may follow `start`")
+                self._media[request.chunk.item_index].add(request.chunk.offset, request.chunk.data)
+        except TriptychError as error:
+            self._answers.put_nowait(error)
+            return
+        if any(not buffer.complete.done() and buffer.is_wanted for buffer in self._media.values()):
+            self._answers.put_nowait(PeerLost("the router stopped in the middle of a picture"))
+
+
+class _MediaBuffer:
+    """Chunks of one item. `complete` resolves with all of its bytes."""
+
+    def __init__(self, item: Item, max_bytes: int) -> None:
+        if item.media_bytes > max_bytes:
+            raise InvalidRequest(f"a picture of {item.media_bytes} bytes exceeds this encoder's limit of {max_bytes}")
+        self._expected = item.media_bytes
+        self._data = bytearray()
+        self.is_wanted = False
+        self.complete: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def add(self, offset: int, data: bytes) -> None:
+        """Raises InvalidRequest for a gap, an overlap, an oversized chunk or more bytes than were announced."""
+        too_much = len(self._data) + len(data) > self._expected or len(data) > MAX_CHUNK_BYTES
+        if offset != len(self._data) or not data or too_much or self.complete.done():
+            raise InvalidRequest("a media chunk is out of order or too large")
+        self._data += data
+        if len(self._data) == self._expected:
+            self.complete.set_result(bytes(self._data))
+            self._data = bytearray()

@@ -1,0 +1,169 @@
+"""The receiving end of embeddings at a prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import torch
+
+from triptych.core.errors import (
+    DeadlineExceeded,
+    EmbeddingMissing,
+    Overloaded,
+    StaleAttempt,
+    TransferRefused,
+    TriptychError,
+)
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.plan import EmbeddingSource
+from triptych.engine.loop import LanguageEngine
+from triptych.stages.sequences import rows_view
+from triptych.stages.tasks import on_engine
+from triptych.transport.layout import checksum64
+from triptych.transport.types import Arena, HaveIt, SlotGrant
+
+PLAN_WAIT_S = 30.0
+"""How long a slot request may wait for its plan to come."""
+
+MAX_EXPECTED = 65_536
+INLINE_CHECKSUM_BYTES = 1 << 20
+
+
+class EmbeddingLanding:
+    """Implements `EmbeddingReceiver`. Slot requests that come before the plan is admitted wait in a bounded table.
+
+    Runs on the event loop; slots themselves belong to the engine's thread.
+    """
+
+    def __init__(self, engine: LanguageEngine, arena: Arena, dtype: torch.dtype) -> None:
+        self._engine = engine
+        self._arena = arena
+        self._dtype = dtype
+        self._admissions: dict[AttemptRef, asyncio.Future[None]] = {}
+        self._expected: set[AttemptRef] = set()
+        self._ended: dict[AttemptRef, None] = {}
+
+    @property
+    def arena(self) -> Arena:
+        return self._arena
+
+    def expect(self, ref: AttemptRef) -> None:
+        """The plan is here; its reservation may take a while."""
+        self._expected.add(ref)
+        self._admission(ref)
+
+    def admitted(self, ref: AttemptRef) -> None:
+        future = self._admission(ref)
+        if not future.done():
+            future.set_result(None)
+
+    def forget(self, ref: AttemptRef) -> None:
+        """The call ended: whoever still waits for it is refused."""
+        self._expected.discard(ref)
+        future = self._admissions.pop(ref, None)
+        if future is not None and not future.done():
+            future.set_exception(StaleAttempt("this attempt has ended"))
+            future.exception()  # nobody may be waiting
+        self._ended[ref] = None
+        if len(self._ended) > MAX_EXPECTED:
+            del self._ended[next(iter(self._ended))]
+
+    async def request_slot(
+        self, peer: WorkerRef, ref: AttemptRef, item_index: int, identity: bytes, num_tokens: int, num_bytes: int
+    ) -> SlotGrant | HaveIt:
+        if ref in self._ended:
+            raise StaleAttempt("this attempt has ended")
+        await self._wait_admitted(ref)
+        hand = partial(self._hand, peer, ref, item_index, identity, num_tokens, num_bytes)
+        return await on_engine(self._engine.call(hand))
+
+    async def commit_embedding(
+        self,
+        peer: WorkerRef,
+        ref: AttemptRef,
+        item_index: int,
+        slot_id: int,
+        generation: int,
+        capability: bytes,
+        num_bytes: int,
+        checksum: int,
+        source: EmbeddingSource,
+    ) -> None:
+        engine = self._engine
+        check = partial(engine.landing.check, ref, item_index, peer, slot_id, generation, capability)
+        try:
+            slot = await on_engine(engine.call(check))
+            if slot.num_bytes != num_bytes:
+                raise TransferRefused("the commit has another length than the slot")
+            view = self._arena.buffer[slot.offset : slot.offset + num_bytes]
+            await _check_bytes(view, checksum)
+            await on_engine(engine.call(partial(self._land, ref, item_index, view, source)))
+        except TriptychError:
+            engine.post(partial(engine.landing.writer_done_with, peer, ref, item_index))
+            raise
+
+    async def abort(self, peer: WorkerRef, ref: AttemptRef, reason: str) -> None:
+        await on_engine(self._engine.call(partial(self._engine.landing.writer_finished, peer, ref)))
+
+    async def peer_lost(self, peer: WorkerRef) -> None:
+        await on_engine(self._engine.call(partial(self._fail_owed, peer)))
+
+    async def _wait_admitted(self, ref: AttemptRef) -> None:
+        """Until the plan has its reservation. The sender's own deadline bounds the wait; a plan that does not even come
+        is given up here."""
+        while True:
+            try:
+                async with asyncio.timeout(PLAN_WAIT_S):
+                    return await asyncio.shield(self._admission(ref))
+            except TimeoutError:
+                if ref not in self._expected:
+                    self._admissions.pop(ref, None)
+                    raise DeadlineExceeded("prefill was never told of this request") from None
+
+    def _admission(self, ref: AttemptRef) -> asyncio.Future[None]:
+        future = self._admissions.get(ref)
+        if future is None:
+            if len(self._admissions) >= MAX_EXPECTED:
+                raise Overloaded("too many requests wait at this prefill worker; try again later")
+            future = self._admissions[ref] = asyncio.get_running_loop().create_future()
+        return future
+
+    def _hand(
+        self, peer: WorkerRef, ref: AttemptRef, item_index: int, identity: bytes, num_tokens: int, num_bytes: int
+    ) -> SlotGrant | HaveIt:
+        sequence = self._engine.find(ref)
+        if sequence is None:
+            raise StaleAttempt("this attempt has ended")
+        if item_index >= len(sequence.items):
+            raise TransferRefused("the plan has no such item")
+        pending = sequence.items[item_index]
+        item = pending.item
+        if item.identity != identity or item.num_tokens != num_tokens:
+            raise TransferRefused("the item is not the one in the plan")
+        if num_bytes != num_tokens * self._engine.limits.row_bytes:
+            raise TransferRefused("the embedding has another size than the language model takes")
+        if pending.source is not None:
+            return HaveIt(pending.source)
+        slot = self._engine.landing.hand(ref, item_index, peer)
+        return SlotGrant(slot.slot_id, slot.offset, slot.num_bytes, slot.generation, slot.capability)
+
+    def _land(self, ref: AttemptRef, item_index: int, view: memoryview, source: EmbeddingSource) -> None:
+        sequence = self._engine.find(ref)
+        if sequence is None:
+            raise StaleAttempt("this attempt has ended")
+        rows = rows_view(view, sequence.items[item_index].item.num_tokens, self._dtype)
+        self._engine.land(ref, item_index, rows, source)
+
+    def _fail_owed(self, peer: WorkerRef) -> None:
+        """An encoder died: the attempts it owed embeddings to end with a retriable error."""
+        for ref in {ref for ref, _ in self._engine.landing.writer_finished(peer, None)}:
+            self._engine.abort(ref, EmbeddingMissing("an encoder was lost while it worked for this request"))
+
+
+async def _check_bytes(view: memoryview, checksum: int) -> None:
+    """Raises TransferRefused when the bytes in the slot are not the ones that were written."""
+    is_small = len(view) <= INLINE_CHECKSUM_BYTES
+    actual = checksum64(view) if is_small else await asyncio.to_thread(checksum64, view)
+    if actual != checksum:
+        raise TransferRefused("the embedding's checksum is wrong")

@@ -1,0 +1,35 @@
+"""From a worker's name in a message to a session with it: addresses come from the registry only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.core.errors import PeerLost
+from triptych.core.ids import WorkerRef
+from triptych.core.worker import WorkerInfo
+from triptych.registry.static import StaticRegistry
+from triptych.transport.link import EmbeddingLink, KvLink
+from triptych.transport.link_pool import LinkPool
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLinks:
+    """Implements `EmbeddingLinks` and `KvLinks`."""
+
+    registry: StaticRegistry
+    pool: LinkPool
+    embedding_layout: bytes
+    kv_layout: bytes
+
+    async def embedding(self, worker: WorkerRef) -> EmbeddingLink:
+        return await self.pool.embedding_link(self._find(worker), self.embedding_layout)
+
+    async def kv(self, worker: WorkerRef) -> KvLink:
+        return await self.pool.kv_link(self._find(worker), self.kv_layout)
+
+    def _find(self, worker: WorkerRef) -> WorkerInfo:
+        for known in (self.registry.workers(), self.registry.refresh()):
+            for info in known:
+                if info.ref == worker:
+                    return info
+        raise PeerLost("a worker of this request has left the cluster")

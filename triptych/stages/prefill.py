@@ -1,0 +1,213 @@
+"""The prefill stage: takes a plan and a grant, lands embeddings, runs the prompt, hands the KV to decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+import torch
+
+from triptych.core.clock import Clock
+from triptych.core.errors import Aborted, DeadlineExceeded
+from triptych.core.grant import Grant
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.plan import FinishReason, Plan, Token, Usage
+from triptych.core.timeline import Timeline
+from triptych.engine.loop import LanguageEngine
+from triptych.kv.pool import PoolShape, copy_pages, view_pool
+from triptych.model.adapters.base import Adapter
+from triptych.rpc import convert
+from triptych.rpc.errors import AbortOnError
+from triptych.stages.attempts import AttemptFence
+from triptych.stages.events import Admitted, Decoding, EventStream, Finished, HandedOff, Sampled, SplitStream
+from triptych.stages.landing import EmbeddingLanding
+from triptych.stages.sequences import check_plan, new_sequence
+from triptych.stages.tasks import Background, on_engine
+from triptych.transport.layout import num_pages_in
+from triptych.transport.link import KvLink
+from triptych.wire.v1 import prefill_pb2 as pb
+from triptych.wire.v1 import prefill_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAnswer:
+    """Where the answer goes when this process also decodes."""
+
+    stream: EventStream
+    timeline: Timeline
+
+
+class LocalDecode(Protocol):
+    def attach(self, ref: AttemptRef, grant: Grant) -> LocalAnswer:
+        """Raises StaleAttempt or TransferRefused when no such grant waits for KV."""
+        ...
+
+
+class KvLinks(Protocol):
+    async def kv(self, worker: WorkerRef) -> KvLink:
+        """A link to that decode process. Raises PeerLost when it is not (any more) in the registry."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHandoff:
+    """Copies pages into a decode worker's mapped pool. `target_pages` are the grant's, in sequence order."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    target_pages: tuple[int, ...]
+
+    def copy(self, pages: Sequence[int], first: int) -> int:
+        return copy_pages(self.source, pages, self.target, self.target_pages[first : first + len(pages)])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParts:
+    """What every call needs."""
+
+    engine: LanguageEngine
+    adapter: Adapter
+    worker: WorkerRef
+    pool: torch.Tensor
+    shape: PoolShape
+    landing: EmbeddingLanding
+    links: KvLinks
+    clock: Clock
+    background: Background
+    local_decode: LocalDecode | None = None
+
+
+class PrefillStage(prefill_pb2_grpc.PrefillServicer):
+    """Serves Prefill calls. Owns no state but the fence: the engine owns sequences, pages and slots."""
+
+    def __init__(self, parts: PrefillParts) -> None:
+        self._parts = parts
+        self._fence = AttemptFence()
+
+    async def Prefill(  # noqa: N802 - the name in the proto
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillResponse]:
+        async with AbortOnError(context):
+            ref, plan = convert.ref_from_proto(request.ref), convert.plan_from_proto(request.plan)
+            grant = convert.grant_from_proto(request.grant)
+            check_plan(plan, self._parts.adapter)
+            self._fence.enter(ref)
+            run = _PrefillRun(self._parts, ref, plan, grant)
+            try:
+                async with asyncio.timeout(plan.timeout_s):
+                    async for response in run.responses():
+                        yield response
+            except TimeoutError:
+                raise DeadlineExceeded("prefill did not finish within the request's time") from None
+            finally:
+                run.clean_up()
+
+
+class _PrefillRun:
+    """One Prefill call."""
+
+    def __init__(self, parts: PrefillParts, ref: AttemptRef, plan: Plan, grant: Grant) -> None:
+        self._parts = parts
+        self._ref = ref
+        self._plan = plan
+        self._grant = grant
+        self._events = EventStream(asyncio.get_running_loop())
+        self._timeline = Timeline("prefill", parts.worker.worker_id, parts.clock, ref.attempt)
+        self._link: KvLink | None = None
+        self._is_handed_over = False
+        self._cached_tokens = 0
+        self._first_token: Token | None = None
+        self._position_delta = 0
+
+    @property
+    def _is_local(self) -> bool:
+        return WorkerRef(self._grant.worker_id, self._grant.epoch) == self._parts.worker
+
+    async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
+        self._submit()
+        while True:
+            event = await self._events.next()
+            match event:
+                case Admitted(cached_tokens):
+                    self._cached_tokens = cached_tokens
+                    self._parts.landing.admitted(self._ref)
+                    yield pb.PrefillResponse(admitted=pb.PrefillAdmitted(cached_tokens=cached_tokens))
+                    if not self._is_local:
+                        await self._bind()
+                case Sampled(tokens):
+                    self._first_token = tokens[0]
+                    yield pb.PrefillResponse(first_token=convert.token_to_proto(tokens[0]))
+                case HandedOff(num_bytes):
+                    await self._commit(num_bytes)
+                case Decoding():
+                    yield self._done(None)
+                    return
+                case Finished(reason):
+                    yield self._done(reason)
+                    return
+
+    def clean_up(self) -> None:
+        """However the call ended: nothing of it stays here, and decode learns of a grant that will not be used."""
+        self._parts.landing.forget(self._ref)
+        self._parts.background.start(self._release())
+
+    def _submit(self) -> None:
+        parts = self._parts
+        decode_timeline = self._timeline
+        sink: EventStream | SplitStream = self._events
+        if self._is_local:
+            if parts.local_decode is None:
+                raise Aborted("this worker does not decode")
+            answer = parts.local_decode.attach(self._ref, self._grant)
+            sink, decode_timeline = SplitStream(self._events, answer.stream), answer.timeline
+        sequence = new_sequence(self._ref, self._plan, parts.adapter, sink, self._timeline, decode_timeline)
+        sequence.needs_handoff = not self._is_local
+        self._position_delta = sequence.position_delta
+        parts.landing.expect(self._ref)
+        parts.engine.post(partial(parts.engine.submit, sequence))
+
+    async def _bind(self) -> None:
+        """Turns the credit into pages and gives the engine a view of the decode worker's pool."""
+        parts = self._parts
+        with self._timeline.span("bind"):
+            self._link = await parts.links.kv(WorkerRef(self._grant.worker_id, self._grant.epoch))
+            self._grant = await self._link.bind_kv(self._ref, self._grant)
+        buffer = self._link.arena_buffer
+        num_pages = num_pages_in(len(buffer), parts.shape.page_bytes(parts.pool.dtype))
+        target = view_pool(buffer, parts.shape.with_pages(num_pages), parts.pool.dtype)
+        pages = tuple(page for group in self._grant.groups for page in group.pages)
+        handoff = PoolHandoff(parts.pool, target, pages)
+        parts.engine.post(partial(parts.engine.bound, self._ref, handoff))
+
+    async def _commit(self, num_bytes: int) -> None:
+        assert self._link is not None and self._first_token is not None
+        start_ns = self._parts.clock.monotonic_ns()
+        await self._link.commit_kv(
+            self._ref, self._grant, self._plan.num_prompt_tokens, num_bytes, self._first_token, self._position_delta
+        )
+        self._timeline.add("kv_commit", start_ns, num_bytes=num_bytes)
+        self._is_handed_over = True
+        self._parts.engine.post(partial(self._parts.engine.handed_over, self._ref))
+
+    def _done(self, reason: FinishReason | None) -> pb.PrefillResponse:
+        usage = Usage(self._plan.num_prompt_tokens, self._cached_tokens, 1)
+        return pb.PrefillResponse(
+            prefill_done=pb.PrefillDone(
+                finish_reason=convert.finish_reason_to_proto(reason),
+                usage=convert.usage_to_proto(usage),
+                timeline=[convert.event_to_proto(event) for event in self._timeline.events],
+            )
+        )
+
+    async def _release(self) -> None:
+        engine = self._parts.engine
+        if not self._is_local:
+            await on_engine(engine.call(partial(engine.abort, self._ref, Aborted("the call ended"))))
+            if self._link is not None and not self._is_handed_over:
+                await self._link.abort(self._ref, self._grant.grant_id, "prefill will not write this grant")
+        elif self._first_token is None:
+            await on_engine(engine.call(partial(engine.abort, self._ref, Aborted("the call ended"))))

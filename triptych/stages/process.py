@@ -1,0 +1,30 @@
+"""Runs a worker as a process until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import cast
+
+from triptych.obs.log import LogFormat, configure_logging
+from triptych.stages.worker import Worker, WorkerPlan
+
+
+def run_worker(plan: WorkerPlan, service: str) -> int:
+    """Starts, serves until SIGTERM or SIGINT, drains. Returns the exit status."""
+    configure_logging(service, plan.common.log_level, cast(LogFormat, plan.common.log_format))
+    asyncio.run(_serve(plan))
+    return 0
+
+
+async def _serve(plan: WorkerPlan) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    worker = Worker(plan)
+    await worker.start()
+    try:
+        await stop.wait()
+    finally:
+        await worker.stop()

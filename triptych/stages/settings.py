@@ -1,0 +1,54 @@
+"""Settings that all workers share. Each service's `settings.py` extends them and is the only reader of its process's
+flags, environment and file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    model: Path = field(metadata={"help": "checkpoint folder"})
+    worker_id: str = field(metadata={"help": "name of this worker in the cluster, like encoder-0"})
+    runtime_dir: Path | None = field(default=None, metadata={"help": "runtime folder of the cluster"})
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=0, metadata={"help": "gRPC port; 0 takes a free one", "min": 0, "max": 65535})
+    metrics_port: int = field(default=0, metadata={"help": "metrics port; 0 takes a free one", "min": 0, "max": 65535})
+    insecure_network: bool = field(default=False, metadata={"help": "allow listening beyond loopback without TLS"})
+    device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N or auto"})
+    dtype: str = field(default="auto", metadata={"help": "auto: float32 on CPU, bfloat16 on GPU", "choices": DTYPES})
+    threads: int = field(
+        default=0, metadata={"help": "CPU threads for torch; 0 leaves it to torch", "min": 0, "max": 4096}
+    )
+    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
+    log_format: str = field(default="text", metadata={"help": "text or json", "choices": ("text", "json")})
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSettings:
+    """What an encoder adds."""
+
+    embedding_cache_bytes: int = field(default=256 << 20, metadata={"help": "embedding cache, in bytes", "min": 0})
+    max_batch_patches: int = field(default=16384, metadata={"help": "patches in one vision pass", "min": 1})
+    max_batch_items: int = field(default=32, metadata={"help": "pictures in one vision pass", "min": 1})
+    max_pixels: int = field(default=100_000_000, metadata={"help": "largest picture decoded, in pixels", "min": 1})
+    max_media_bytes: int = field(default=32 << 20, metadata={"help": "largest encoded picture, in bytes", "min": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageSettings:
+    """What a worker with a language model adds."""
+
+    kv_pool_bytes: int = field(default=256 << 20, metadata={"help": "KV pool, in bytes", "min": 1})
+    page_tokens: int = field(default=16, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
+    chunk_tokens: int = field(default=512, metadata={"help": "longest prefill chunk, in tokens", "min": 1})
+    step_tokens: int = field(default=1024, metadata={"help": "token budget of a step", "min": 1})
+    min_partial_tokens: int = field(
+        default=64, metadata={"help": "smallest chunk run beside others while embeddings are missing", "min": 1}
+    )
+    max_sequences: int = field(default=256, metadata={"help": "sequences that hold KV at once", "min": 1})
+    max_waiting: int = field(default=1024, metadata={"help": "sequences that may wait for a reservation", "min": 1})
+    landing_bytes: int = field(default=64 << 20, metadata={"help": "landing arena for embeddings, in bytes", "min": 1})

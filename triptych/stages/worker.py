@@ -1,0 +1,289 @@
+"""A worker process put together: whatever roles it has, one server, one registry record, one way to stop.
+
+`services/*` run one of these per process; tests run several in one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from triptych.core.clock import Clock, SystemClock
+from triptych.core.ids import WorkerRef, new_epoch
+from triptych.core.worker import Role, WorkerInfo, WorkerState
+from triptych.engine.encoder import EncodeEngine
+from triptych.engine.loop import LanguageEngine, LogitsObserver
+from triptych.kv.grants import GrantTable
+from triptych.kv.pool import PoolShape, copy_pages, view_pool
+from triptych.model.adapters.base import Adapter
+from triptych.model.registry import adapter_for
+from triptych.obs import metrics
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
+from triptych.rpc.client import ChannelPool, transfer_stub
+from triptych.rpc.server import RpcServer, add_describe
+from triptych.stages.decode import DecodeParts, DecodeStage
+from triptych.stages.embeddings import EmbeddingSupply
+from triptych.stages.encoder import EncoderStage
+from triptych.stages.landing import EmbeddingLanding
+from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
+from triptych.stages.links import RegistryLinks
+from triptych.stages.prefill import PrefillParts, PrefillStage
+from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
+from triptych.stages.tasks import Background
+from triptych.transport.layout import embedding_layout_fingerprint, host_id, kv_layout_fingerprint
+from triptych.transport.link_pool import LinkPool
+from triptych.transport.receiver import Receivers
+from triptych.transport.servicer import TransferServicer
+from triptych.transport.shm import SharedSegment
+from triptych.transport.slots import SlotAllocator
+from triptych.transport.types import Arena, ArenaKind, Endpoint
+from triptych.wire.v1 import decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc, transfer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TRANSPORTS = ("inproc", "shm")
+STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What to run: a role with its settings, or all three."""
+
+    common: WorkerSettings
+    vision: VisionSettings | None = None
+    prefill: LanguageSettings | None = None
+    decode: LanguageSettings | None = None
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        parts = ((Role.ENCODER, self.vision), (Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        return frozenset(role for role, settings in parts if settings is not None)
+
+
+class _Engine(Protocol):
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def is_progressing(self) -> bool: ...
+
+
+class Worker:
+    """Owner of everything that one worker holds; `stop` gives it all back.
+
+    Raises StartupError from `start` when settings, model or machine cannot work.
+    """
+
+    def __init__(self, plan: WorkerPlan, observer: LogitsObserver | None = None, clock: Clock | None = None) -> None:
+        self._plan = plan
+        self._observer = observer
+        self._clock = clock or SystemClock()
+        self._exit = AsyncExitStack()
+        self._background = Background()
+        self._engines: list[_Engine] = []
+        self.ref = WorkerRef(plan.common.worker_id, new_epoch())
+        self.supply: EmbeddingSupply | None = None
+        self.language_engine: LanguageEngine | None = None
+        self.info: WorkerInfo | None = None
+
+    async def start(self) -> None:
+        """Loads, listens, and appears in the registry as READY."""
+        common = self._plan.common
+        folder = RuntimeFolder(common.runtime_dir)
+        self._registry = StaticRegistry(folder)
+        compute = choose_compute(common.device, common.dtype)
+        if common.threads:
+            torch.set_num_threads(common.threads)
+        adapter = await asyncio.to_thread(adapter_for, common.model)
+        token = folder.token()
+        self._server = RpcServer(
+            common.host,
+            common.port,
+            token=token,
+            insecure_network=common.insecure_network,
+            progress=lambda: all(engine.is_progressing() for engine in self._engines),
+        )
+        try:
+            await self._build(adapter, compute, ChannelPool(token))
+            await self._open(adapter)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Drains: out of the registry first, then calls, engines, links and memory, in that order. Idempotent."""
+        self._registry.withdraw()
+        await self._server.stop(STOP_GRACE_S)
+        await self._background.close()
+        await self._exit.aclose()
+
+    # -- assembly ----------------------------------------------------------------------------------------------------
+
+    async def _build(self, adapter: Adapter, compute: ComputeChoice, channels: ChannelPool) -> None:
+        receivers = Receivers()
+        endpoint = Endpoint(self.ref, host_id(), TRANSPORTS)
+        pool = LinkPool(endpoint, partial(transfer_stub, channels), receivers)
+        language = self._plan.prefill or self._plan.decode
+        page_tokens = language.page_tokens if language is not None else 0
+        kv = adapter.kv_shape
+        links = RegistryLinks(
+            self._registry,
+            pool,
+            embedding_layout_fingerprint(compute.dtype_name, adapter.hidden_size, 1, adapter.fingerprint),
+            kv_layout_fingerprint(
+                compute.dtype_name, kv.num_layers, page_tokens, kv.num_kv_heads, kv.head_dim, adapter.fingerprint
+            ),
+        )
+        self._exit.push_async_callback(channels.close)
+        if language is not None:
+            await self._build_language(adapter, compute, language, links, receivers)
+        if self._plan.vision is not None:
+            await self._build_vision(adapter, compute, self._plan.vision, links)
+        self._exit.push_async_callback(pool.close)
+        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, TransferServicer(endpoint, receivers))
+
+    async def _build_vision(
+        self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks
+    ) -> None:
+        part = await asyncio.to_thread(adapter.load_vision, compute.dtype, compute.device)
+        metrics.MODEL_PARAMETERS.labels("vision").set(part.num_parameters)
+        engine = EncodeEngine(part, settings.max_batch_patches, settings.max_batch_items, self._clock)
+        self.supply = EmbeddingSupply(engine, settings.embedding_cache_bytes, settings.max_pixels, self._clock)
+        self._run_engine(engine)
+        stage = EncoderStage(
+            self.supply, adapter, self.ref, links, self._clock, self._background, settings.max_media_bytes
+        )
+        self._server.add(encoder_pb2_grpc.add_EncoderServicer_to_server, stage)
+
+    async def _build_language(
+        self,
+        adapter: Adapter,
+        compute: ComputeChoice,
+        settings: LanguageSettings,
+        links: RegistryLinks,
+        receivers: Receivers,
+    ) -> None:
+        is_mono = self._plan.prefill is not None and self._plan.decode is not None
+        self._shape = pool_shape(adapter, settings, compute.dtype)
+        tensor, kv_arena = self._make_pool(self._shape, compute, links.kv_layout, is_shared=self._plan.prefill is None)
+        slots = SlotAllocator(settings.landing_bytes)
+        stage_name = "prefill" if self._plan.prefill is not None else "decode"
+        engine = await asyncio.to_thread(
+            build_engine, adapter, settings, compute, tensor, slots, self._clock, stage_name, self._observer
+        )
+        self.language_engine = engine
+        self._run_engine(engine)
+        local = self._build_decode(adapter, engine, compute, tensor, kv_arena, receivers, is_mono)
+        if self._plan.prefill is not None:
+            landing = EmbeddingLanding(engine, self._make_landing(settings, links, is_mono), compute.dtype)
+            receivers.embedding = landing
+            parts = PrefillParts(
+                engine, adapter, self.ref, tensor, self._shape, landing, links, self._clock, self._background, local
+            )
+            self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, PrefillStage(parts))
+
+    def _build_decode(
+        self,
+        adapter: Adapter,
+        engine: LanguageEngine,
+        compute: ComputeChoice,
+        tensor: torch.Tensor,
+        arena: Arena | None,
+        receivers: Receivers,
+        is_mono: bool,
+    ) -> DecodeStage | None:
+        if self._plan.decode is None:
+            return None
+        land_pages = None
+        if arena is not None and compute.device.type != "cpu":
+            mirror = view_pool(arena.buffer, self._shape, compute.dtype)
+            land_pages = partial(_land_pages, mirror, tensor)
+        grants = GrantTable(self.ref, engine.manager)
+        stage = DecodeStage(
+            DecodeParts(engine, adapter, self.ref, grants, self._clock, self._background, is_mono, arena, land_pages)
+        )
+        if arena is not None:
+            receivers.kv = stage
+        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, stage)
+        return stage
+
+    def _make_pool(
+        self, shape: PoolShape, compute: ComputeChoice, layout: bytes, *, is_shared: bool
+    ) -> tuple[torch.Tensor, Arena | None]:
+        """The pool tensor, and for a decode worker the shared segment that others write to: the pool itself on a CPU,
+        a host mirror of it on a GPU."""
+        if not is_shared:
+            return torch.zeros(shape.dims, dtype=compute.dtype, device=compute.device), None
+        segment = self._segment(shape.pool_bytes(compute.dtype), "kv")
+        arena = Arena.shared(ArenaKind.KV, layout, segment)
+        if compute.device.type == "cpu":
+            return view_pool(segment.buffer, shape, compute.dtype), arena
+        return torch.zeros(shape.dims, dtype=compute.dtype, device=compute.device), arena
+
+    def _make_landing(self, settings: LanguageSettings, links: RegistryLinks, is_mono: bool) -> Arena:
+        if is_mono:
+            buffer = memoryview(bytearray(settings.landing_bytes))
+            return Arena(ArenaKind.EMBEDDING, links.embedding_layout, buffer)
+        segment = self._segment(settings.landing_bytes, "landing")
+        return Arena.shared(ArenaKind.EMBEDDING, links.embedding_layout, segment)
+
+    def _segment(self, num_bytes: int, kind: str) -> SharedSegment:
+        segment = SharedSegment.create(num_bytes, kind)
+        self._exit.callback(segment.close)
+        return segment
+
+    def _run_engine(self, engine: _Engine) -> None:
+        self._engines.append(engine)
+        engine.start()
+        self._exit.push_async_callback(asyncio.to_thread, engine.stop)
+
+    async def _open(self, adapter: Adapter) -> None:
+        common = self._plan.common
+        add_describe(self._server, self._describe)
+        port = await self._server.start()
+        metrics_port = metrics.serve_metrics(common.host, common.metrics_port)
+        watcher = asyncio.create_task(self._registry.run(), name="registry")
+        self._exit.callback(watcher.cancel)
+        language = self._plan.prefill or self._plan.decode
+        self.info = WorkerInfo(
+            worker_id=self.ref.worker_id,
+            epoch=self.ref.epoch,
+            roles=self._plan.roles,
+            state=WorkerState.READY,
+            grpc_address=f"{common.host}:{port}",
+            metrics_address=f"{common.host}:{metrics_port}",
+            model_name=adapter.model_name,
+            model_fingerprint=adapter.fingerprint,
+            host_id=host_id(),
+            transports=TRANSPORTS,
+            pid=os.getpid(),
+            num_pages=self._shape.num_pages if language is not None else 0,
+            page_tokens=language.page_tokens if language is not None else 0,
+            max_sequence_tokens=adapter.max_sequence_tokens if language is not None else 0,
+            parameter_counts=self._parameter_counts(),
+        )
+        await self._server.set_serving(True)
+        self._registry.announce(self.info)
+        log.info("ready", extra={"worker_id": self.ref.worker_id, "port": port, "metrics_port": metrics_port})
+
+    def _parameter_counts(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        if self.language_engine is not None:
+            counts["language"] = self.language_engine.num_parameters
+        if self.supply is not None:
+            counts["vision"] = self.supply.num_parameters
+        return counts
+
+    def _describe(self) -> WorkerInfo:
+        assert self.info is not None
+        return self.info
+
+
+def _land_pages(mirror: torch.Tensor, pool: torch.Tensor, pages: list[int]) -> None:
+    copy_pages(mirror, pages, pool, pages)
