@@ -1,0 +1,58 @@
+"""Fingerprints tell every difference that would misread bytes; the checksum is the published one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+
+import pytest
+
+from triptych.transport.layout import (
+    checksum64,
+    embedding_layout_fingerprint,
+    host_id,
+    kv_layout_fingerprint,
+    num_pages_in,
+)
+
+MODEL = b"m" * 32
+
+
+def test_every_field_counts() -> None:
+    prints = [
+        embedding_layout_fingerprint("float32", 8, 1, MODEL),
+        embedding_layout_fingerprint("bfloat16", 8, 1, MODEL),
+        embedding_layout_fingerprint("float32", 1, 8, MODEL),
+        embedding_layout_fingerprint("float32", 81, 1, MODEL),
+        embedding_layout_fingerprint("float32", 8, 11, MODEL),
+        embedding_layout_fingerprint("float32", 8, 1, b"n" * 32),
+        *(kv_layout_fingerprint("float32", *sizes, MODEL) for sizes in itertools.permutations((1, 2, 3, 4))),
+        kv_layout_fingerprint("float16", 1, 2, 3, 4, MODEL),
+        kv_layout_fingerprint("float32", 1, 2, 3, 4, b"n" * 32),
+    ]
+    assert len(set(prints)) == len(prints) and {len(entry) for entry in prints} == {32}
+
+
+def test_a_fingerprint_is_sha256_over_length_prefixed_fields() -> None:
+    fields = [b"triptych.layout.v1", b"embedding", sys.byteorder.encode(), b"float32", b"8", b"1", MODEL]
+    raw = b"".join(len(entry).to_bytes(8, "little") + entry for entry in fields)
+    assert embedding_layout_fingerprint("float32", 8, 1, MODEL) == hashlib.sha256(raw).digest()
+
+
+def test_the_number_of_pages_comes_from_the_arena() -> None:
+    assert num_pages_in(4096 * 7, 4096) == 7
+    for arena_bytes, page_bytes in ((4097, 4096), (4096, 0)):
+        with pytest.raises(ValueError, match="whole pages"):
+            num_pages_in(arena_bytes, page_bytes)
+
+
+def test_the_host_is_the_same_each_time_and_names_nothing() -> None:
+    assert host_id() == host_id() and len(host_id()) == 32
+    int(host_id(), 16)
+
+
+def test_the_checksum_is_xxh3_64_of_any_buffer() -> None:
+    assert checksum64(b"") == 0x2D06800538D394C2
+    data = bytes(range(256)) * 5
+    assert checksum64(data) == checksum64(memoryview(bytearray(data))) != checksum64(data[:-1])
