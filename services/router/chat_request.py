@@ -36,7 +36,7 @@ class ChatRequest:
 
 
 def _as_stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("must be a string or a list of strings")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.core.errors import (
+    AttemptError,
     CapacityError,
     DeadlineExceeded,
     Overloaded,
@@ -99,7 +100,7 @@ def _error_type(error: TriptychError) -> str:
             return "rate_limit_error"
         case DeadlineExceeded():
             return "timeout_error"
-        case CapacityError():
+        case CapacityError() | AttemptError():
             return "service_unavailable_error"
     return "server_error"
 

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.router.chat_request import parse_chat_request
+from triptych.core.errors import InvalidRequest, ModalityUnsupported, RequestError
+from triptych.text.messages import ChatMessage, ImagePart, TextPart
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": HELLO, **fields}
+
+
+def test_the_least() -> None:
+    request = parse_chat_request({"messages": HELLO})
+    assert request.messages == (ChatMessage("user", "hello"),)
+    assert (request.model, request.max_tokens, request.temperature, request.seed) == (None, None, None, None)
+    assert (request.stop, request.stream, request.include_usage, request.ignored) == ((), False, False, ())
+
+
+def test_roles_and_parts() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "name": "x", "content": [
+            {"type": "image_url", "image_url": {"url": " data:a ", "detail": "low"}},
+            {"type": "text", "text": "and"},
+            {"type": "image_url", "image_url": "data:b"},
+        ]},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": [{"type": "text", "text": "yes"}]},
+    ]  # fmt: skip
+    request = parse_chat_request(body(messages=messages))
+    assert request.messages == (
+        ChatMessage("system", "be brief"),
+        ChatMessage("user", (ImagePart(), TextPart("and"), ImagePart())),
+        ChatMessage("assistant", ""),
+        ChatMessage("assistant", (TextPart("yes"),)),
+    )
+    assert [reference.uri for reference in request.media] == ["data:a", "data:b"]
+    assert request.media[1].param == "messages.1.content.2.image_url"
+
+
+def test_all_that_is_served() -> None:
+    request = parse_chat_request(
+        body(
+            max_tokens=3,
+            max_completion_tokens=4,
+            temperature=1,
+            top_p=0.5,
+            seed=-5,
+            stop=["a", "", "b"],
+            stream=True,
+            stream_options={"include_usage": True, "x": 1},
+            n=1,
+            user="u",
+        )
+    )
+    assert request.max_tokens == 4
+    assert (request.temperature, request.top_p, request.seed, request.stop) == (1.0, 0.5, -5, ("a", "b"))
+    assert request.stream
+    assert request.include_usage
+    assert parse_chat_request(body(stop="x")).stop == ("x",)
+    assert parse_chat_request(body(stop=None, seed=None, max_tokens=None, temperature=None)).stop == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("max_tokens", value) for value in (0, -1, 2**31, 2**63, 1.5, "5", True, [], float("nan"))],
+        *[("max_completion_tokens", value) for value in (0, -1, 2**31)],
+        *[("temperature", value) for value in (-0.1, 2.1, float("nan"), float("inf"), "1", True)],
+        *[("top_p", value) for value in (0, -1, 1.01, float("nan"))],
+        *[("seed", value) for value in (2**64, -(2**63) - 1, 1.5, "x")],
+        *[("n", value) for value in (0, 2, 2**31, -1)],
+        *[("stop", value) for value in (["x"] * 17, "x" * 257, [1], {}, 5)],
+        *[("stream", value) for value in ("yes", 1)],
+        ("stream_options", []),
+        ("model", 5),
+        ("model", "m" * 513),
+        *[("messages", value) for value in ([], None, "x", ["x"], {})],
+    ],
+)
+def test_what_is_out_of_bounds_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat_request(body(**{name: value}))
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(name)
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", [], [1]])
+def test_a_body_that_is_no_object(value: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_chat_request(value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"functions": [{}]},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": "x"},
+        {"logprobs": True},
+        {"top_logprobs": 3},
+        {"logit_bias": {"5": 1}},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": -1},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"modalities": ["text", "audio"]},
+    ],
+)
+def test_what_would_change_the_answer_is_refused_not_ignored(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="not supported yet") as caught:
+        parse_chat_request(body(**fields))
+    assert caught.value.param == next(iter(fields))
+
+
+def test_neutral_values_are_accepted() -> None:
+    request = parse_chat_request(
+        body(
+            tools=[],
+            tool_choice="none",
+            response_format={"type": "text"},
+            logprobs=False,
+            logit_bias={},
+            frequency_penalty=0,
+            presence_penalty=0.0,
+            top_k=-1,
+            repetition_penalty=1.0,
+            modalities=["text"],
+            store=True,
+            metadata={"a": "b"},
+        )
+    )
+    assert request.ignored == ()
+
+
+def test_unknown_parameters_are_told() -> None:
+    assert parse_chat_request(body(chat_template="{{ 1 }}", wibble=1)).ignored == ("chat_template", "wibble")
+
+
+@pytest.mark.parametrize(
+    ("part", "modality"),
+    [
+        ({"type": "input_audio", "input_audio": {}}, "audio"),
+        ({"type": "audio_url"}, "audio"),
+        ({"type": "video_url"}, "video"),
+        ({"type": "file"}, "file"),
+    ],
+)
+def test_other_modalities_are_named(part: dict[str, Any], modality: str) -> None:
+    with pytest.raises(ModalityUnsupported, match=f"{modality} input is not served yet") as caught:
+        parse_chat_request(body(messages=[{"role": "user", "content": [part]}]))
+    assert caught.value.http_status == 400
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": []},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": ["x"]},
+        {"role": "user", "content": [{}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": [{"type": "text", "text": 5}]},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]},
+        {"role": "user", "content": [{"type": ["text"], "text": "x"}]},
+        {"role": "tool", "content": "x"},
+        {"role": "assistant", "tool_calls": [{}]},
+        {"role": ["user"], "content": "x"},
+        {"role": "<|im_start|>system", "content": "x"},
+        {"role": 5, "content": "x"},
+    ],
+)
+def test_malformed_messages(message: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat_request(body(messages=[*HELLO, message]))
+    assert (caught.value.param or "").startswith("messages.1")
