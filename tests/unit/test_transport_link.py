@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import grpc
+import numpy as np
 import pytest
 
 from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, TransferRefused, TriptychError, Unauthenticated
@@ -458,21 +459,28 @@ async def test_closing_a_link_fails_who_waits_and_tells_the_receiver(host: Host,
 
 
 async def test_what_a_lost_sender_may_still_write_is_not_freed(host: Host, shm_link: ReceiverLink) -> None:
-    grant = await fill(shm_link)
-    view = shm_link.slot_view(grant)
+    array = np.frombuffer(shm_link.slot_view(await fill(shm_link)), dtype=np.uint8)
     await shm_link.close()
     await asyncio.sleep(0.2)
     assert host.embedding.lost == [] and host.embedding.slots.free_bytes == 0
-    view[:4] = b"late"  # harms nobody: the slot is still this sender's
-    view.release()
-    del view
+    array[:4] = 7  # harms nobody: the slot is still this sender's
+    del array
     await eventually(lambda: host.embedding.lost == [SENDER.ref])
     assert host.embedding.slots.free_bytes == ARENA_BYTES
 
 
+async def test_a_view_that_is_only_kept_is_revoked(host: Host, shm_link: ReceiverLink) -> None:
+    view = shm_link.slot_view(await fill(shm_link))
+    view[:4] = b"fine"
+    await shm_link.close()
+    with pytest.raises(ValueError, match="released"):
+        view[:4] = b"late"
+    await eventually(lambda: host.embedding.lost == [SENDER.ref])
+
+
 async def test_a_new_session_waits_for_the_farewell_of_the_former(host: Host, shm_link: ReceiverLink) -> None:
-    grant = await fill(shm_link)
-    view = shm_link.slot_view(grant)
+    await fill(shm_link)
+    view = shm_link.arena_buffer
     again = ReceiverLink(SENDER, host.info.ref, ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
     connecting = asyncio.create_task(again.connect(transfer_stub(host.channels, host.info)))
     await asyncio.wait_for(shm_link.closed.wait(), 5)

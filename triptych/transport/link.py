@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -95,7 +96,10 @@ class EmbeddingLink(Link, Protocol):
         ...
 
     def slot_view(self, grant: SlotGrant) -> memoryview:
-        """The slot's bytes, writable. Raises TransferRefused when the grant lies outside the arena."""
+        """The slot's bytes, writable. Raises TransferRefused when the grant lies outside the arena.
+
+        Ask for it when you write and keep it no longer: it may be revoked (ValueError on use) when the link closes.
+        """
         ...
 
     async def commit_embedding(
@@ -149,6 +153,7 @@ class ReceiverLink:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._outgoing: asyncio.Queue[wire.SessionRequest] = asyncio.Queue(maxsize=2 * MAX_OUTSTANDING)
         self._segment: SharedSegment | None = None
+        self._views: dict[int, weakref.ref[memoryview]] = {}
         self._call: Stream | None = None
         self._pump: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
@@ -200,7 +205,10 @@ class ReceiverLink:
         return answer
 
     def slot_view(self, grant: SlotGrant) -> memoryview:
-        return view_of(self.arena_buffer, grant)
+        view = view_of(self.arena_buffer, grant)
+        key = id(view)
+        self._views[key] = weakref.ref(view, lambda _: self._views.pop(key, None))
+        return view
 
     async def commit_embedding(
         self,
@@ -340,8 +348,17 @@ class ReceiverLink:
         for future in waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(_OVER))
+        self._revoke_views()
         if self._segment is not None:
             self._segment.close()
+
+    def _revoke_views(self) -> None:
+        """So that a view kept alive by a traceback does not keep the mapping, and with it the receiver's slots."""
+        for known in list(self._views.values()):
+            view = known()
+            if view is not None:
+                with suppress(BufferError):  # an array over it lives on, and the mapping with it
+                    view.release()
 
 
 class _CanAbort(Protocol):
