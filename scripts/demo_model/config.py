@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import Qwen2_5_VLConfig
 
+from scripts.demo_model.tokenizer import token_id
+
 TEXT_SIZES: dict[str, Any] = {
     "hidden_size": 160,
     "intermediate_size": 432,
@@ -42,7 +44,7 @@ VISION_SIZES: dict[str, Any] = {
 
 def build(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
     """The configuration for the vocabulary of `tokenizer`."""
-    end_of_text, end_of_turn = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")
+    end_of_text, end_of_turn = token_id(tokenizer, "<|endoftext|>"), token_id(tokenizer, "<|im_end|>")
     text = {
         **TEXT_SIZES,
         "vocab_size": tokenizer.get_vocab_size(),
@@ -53,9 +55,9 @@ def build(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=dict(VISION_SIZES),
-        image_token_id=tokenizer.token_to_id("<|image_pad|>"),
-        video_token_id=tokenizer.token_to_id("<|video_pad|>"),
-        vision_start_token_id=tokenizer.token_to_id("<|vision_start|>"),
-        vision_end_token_id=tokenizer.token_to_id("<|vision_end|>"),
+        image_token_id=token_id(tokenizer, "<|image_pad|>"),
+        video_token_id=token_id(tokenizer, "<|video_pad|>"),
+        vision_start_token_id=token_id(tokenizer, "<|vision_start|>"),
+        vision_end_token_id=token_id(tokenizer, "<|vision_end|>"),
         tie_word_embeddings=True,
     )

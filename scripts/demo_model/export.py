@@ -89,7 +89,10 @@ def _set_dtype(config: dict[str, Any]) -> None:
 
 
 def _generation(tokenizer: Tokenizer) -> dict[str, Any]:
-    end_of_text, end_of_turn = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")
+    end_of_text, end_of_turn = (
+        tokenizers_of_ours.token_id(tokenizer, "<|endoftext|>"),
+        tokenizers_of_ours.token_id(tokenizer, "<|im_end|>"),
+    )
     return {
         "do_sample": False,
         "eos_token_id": [end_of_turn, end_of_text],

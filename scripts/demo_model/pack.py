@@ -43,6 +43,7 @@ from scripts.demo_model.scenes import (
     token_labels,
     training_seed,
 )
+from scripts.demo_model.tokenizer import token_id
 
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -121,9 +122,7 @@ class Writer:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _id(self, token: str) -> int:
-        found = self.tokenizer.token_to_id(token)
-        assert found is not None
-        return int(found)
+        return token_id(self.tokenizer, token)
 
     @property
     def image_id(self) -> int:

@@ -22,7 +22,8 @@ class StockModel:
 
     def __init__(self, directory: Path, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+        self.model.eval()  # type: ignore[no-untyped-call]
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, padding_side="left")
         self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(directory)
         self.image_id: int = self.model.config.image_token_id

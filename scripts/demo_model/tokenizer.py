@@ -82,5 +82,12 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The number of a token that the vocabulary has."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return int(found)
+
+
 def load(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -132,8 +132,8 @@ class Trainer:
         self.tokenizer = self._tokenizer(seed)
         torch.manual_seed(seed)
         self.model = Qwen2_5_VLForConditionalGeneration(configs.build(self.tokenizer))
-        initialise(self.model, self.model.config.text_config.num_hidden_layers)
-        self.helpers = Helpers(self.model.config.text_config.hidden_size)
+        initialise(self.model, configs.TEXT_SIZES["num_hidden_layers"])
+        self.helpers = Helpers(configs.TEXT_SIZES["hidden_size"])
         self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._new_optimisers(VISION_RATES)
 
@@ -149,7 +149,8 @@ class Trainer:
     def _new_optimisers(self, rates: Rates) -> None:
         """Muon for the matrices of the blocks, AdamW for embeddings, norms, biases and the helper heads."""
         self.rates = rates
-        matrices, rest = [], []
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, parameter in self._named().items():
             is_matrix = parameter.ndim == 2 and name.startswith("model.") and "embed_tokens" not in name
             (matrices if is_matrix else rest).append(parameter)
@@ -181,7 +182,7 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(list(self._named().values()), 1.0)
         self._set_rates()
-        self.muon.step()
+        self.muon.step()  # type: ignore[no-untyped-call]
         self.adam.step()
         current = [p.detach() for p in self.model.parameters()]
         torch._foreach_lerp_(list(self.average.values()), current, 1 - AVERAGE_DECAY)
