@@ -30,7 +30,7 @@ from services.router.calls import (
 from services.router.placement import ClusterView, decode_candidates, encoder_shares, prefill_worker
 from services.router.queue import AdmissionQueue
 from services.router.tasks import unwrapped_group
-from triptych.core.errors import CapacityError, NoRoom, PeerLost, TriptychError
+from triptych.core.errors import CapacityError, NoRoom, PeerLost, StaleAttempt, TriptychError
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef
 from triptych.core.plan import FinishReason, Item, Plan, Token
@@ -114,6 +114,7 @@ class Attempt:
         self._emit = emit
         self._encodes: set[asyncio.Task[None]] = set()
         self._finish: FinishReason | None = None
+        self._is_prefilled = False
 
     async def run(self) -> FinishReason:
         """Emits every token of the answer, in any order, and says why it ended. Raises one TriptychError."""
@@ -207,6 +208,7 @@ class Attempt:
             case NeedItems():
                 self._dispatch_again(group, worker, event.indices)
             case Tokens():
+                self._is_prefilled = True
                 self._emit(self._job.ref.attempt, event.tokens)
             case StageDone():
                 self._collect(event)
@@ -251,9 +253,22 @@ class Attempt:
         self._progress.add_worker(Role.ENCODER, worker)
         media = {index: self._job.media[index] for index in share}
         job = calls.EncodeJob(self._job.ref, prefill, share, media, self._job.plan.model_fingerprint)
-        with self._blaming(worker):
-            done = await calls.encode(self._channels, worker, job, timeout_s=self._job.remaining_s())
-        self._progress.timeline.extend(done.timeline)
+        try:
+            with self._blaming(worker):
+                done = await calls.encode(self._channels, worker, job, timeout_s=self._job.remaining_s())
+        except TriptychError as error:
+            if not self._is_needless(error):
+                raise
+        else:
+            self._progress.timeline.extend(done.timeline)
+
+    def _is_needless(self, error: TriptychError) -> bool:
+        """Whether prefill has gone on without what an encoder failed to deliver.
+
+        It needs no embedding once it has sampled, and a late encoder is told that the attempt is over (STALE_ATTEMPT)
+        when cached KV covered its pictures. If prefill has not ended well, its own call says so.
+        """
+        return self._is_prefilled or isinstance(error, StaleAttempt)
 
     @contextmanager
     def _blaming(self, worker: WorkerInfo) -> Iterator[None]:

@@ -24,6 +24,7 @@ from triptych.core.errors import (
     Overloaded,
     PeerLost,
     RequestTooLarge,
+    StaleAttempt,
     TriptychError,
     Unauthenticated,
     Unavailable,
@@ -281,6 +282,44 @@ async def test_lost_embeddings_are_dispatched_again() -> None:
         sent = [[one.item_index for one in call.request.items] for call in cluster.hub.calls_to(Role.ENCODER)]
         assert sent == [[0, 1], [1]]
         assert {call.ref.attempt for call in cluster.hub.calls} == {0}
+
+
+async def test_a_picture_that_prefill_had_all_along_may_come_too_late() -> None:
+    """Its KV was cached: prefill is through before the encoder asks, and the encoder hears that the attempt is over."""
+    said = asyncio.Event()
+
+    async def encode(call: Call) -> AsyncIterator[Any]:
+        said.set()
+        raise StaleAttempt("this attempt has ended")
+        yield
+
+    async def prefill(call: Call) -> AsyncIterator[Any]:
+        await said.wait()
+        await asyncio.sleep(0.05)
+        call.hub.landed[call.key].add(0)
+        async for message in fake.prefill_well(call):
+            yield message
+
+    async with running(script=Script(prefill=prefill, encode=encode)) as (cluster, pipeline):
+        assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
+        assert {call.ref.attempt for call in cluster.hub.calls} == {0}
+
+
+async def test_an_encoder_that_is_lost_after_the_first_token_does_no_harm() -> None:
+    async def encode(call: Call) -> AsyncIterator[Any]:
+        await call.hub.land(call.key, 0)
+        await call.hub.kv[call.key].wait()
+        await asyncio.sleep(0.05)
+        raise PeerLost("gone")
+        yield
+
+    async def decode(call: Call) -> AsyncIterator[Any]:
+        async for message in fake.decode_well(call):
+            await asyncio.sleep(0.05)
+            yield message
+
+    async with running(script=Script(decode, encode=encode)) as (_, pipeline):
+        assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
 
 
 async def test_one_worker_with_all_roles_gets_all_calls() -> None:
