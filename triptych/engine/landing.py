@@ -50,6 +50,11 @@ class LandingTable:
     def __len__(self) -> int:
         return len(self._living) + len(self._quarantined)
 
+    def counts_bytes(self) -> dict[str, int]:
+        """Bytes of the arena by state, the label values of `triptych_landing_bytes`."""
+        book = self._book
+        return {"free": book.free_bytes, "owned": book.owned_bytes, "quarantined": book.quarantined_bytes}
+
     def try_reserve(self, ref: AttemptRef, sizes: Mapping[int, int]) -> bool:
         """Slots for all items (index -> bytes), or nothing."""
         slots = self._book.try_reserve(list(sizes.values()))

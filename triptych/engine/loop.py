@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 IDLE_WAIT_S = 0.2
 STUCK_AFTER_S = 30.0
+MAX_FAILED_TURNS = 3
 
 
 class LogitsObserver(Protocol):
@@ -82,6 +83,7 @@ class LanguageEngine:
         self._living: dict[AttemptRef, Sequence] = {}
         self._running: list[Sequence] = []
         self._stopping = False
+        self._num_failed_turns = 0
         self._beat_ns = clock.monotonic_ns()
         self._thread = threading.Thread(target=self._loop, name=f"{stage}-engine", daemon=True)
 
@@ -120,8 +122,9 @@ class LanguageEngine:
         return self._runner.part.num_parameters
 
     def is_progressing(self) -> bool:
-        """False when the thread is dead or has not come round for a long time."""
-        return self._thread.is_alive() and self._clock.monotonic_ns() - self._beat_ns < STUCK_AFTER_S * 1e9
+        """False when the thread is dead, has not come round for a long time, or fails turn after turn."""
+        is_turning = self._clock.monotonic_ns() - self._beat_ns < STUCK_AFTER_S * 1e9
+        return self._thread.is_alive() and is_turning and self._num_failed_turns < MAX_FAILED_TURNS
 
     # -- on the engine's thread --------------------------------------------------------------------------------------
 
@@ -196,8 +199,10 @@ class LanguageEngine:
             self._beat_ns = self._clock.monotonic_ns()
             try:
                 self._turn()
+                self._num_failed_turns = 0
             except Exception:
-                log.exception("engine turn failed")
+                self._num_failed_turns += 1
+                log.exception("an engine turn failed")
                 for sequence in list(self._living.values()):
                     self.abort(sequence.ref, TriptychError("the worker met an internal error"))
 
@@ -206,7 +211,7 @@ class LanguageEngine:
         slices = plan_step([_view(sequence) for sequence in self._running], self.limits.budget)
         if slices:
             self._step(slices)
-        publish(self._stage, self.manager, self._running, len(self._waiting))
+        publish(self._stage, self.manager, self.landing, self._running, len(self._waiting))
         self._drain(wait=not slices)
 
     def _drain(self, wait: bool) -> None:

@@ -51,7 +51,7 @@ class CacheManager:
         self._num_leased = 0
         self._num_quarantined = 0
         self._num_credited = 0
-        self.num_evicted = 0
+        self._num_evicted = 0
 
     @property
     def num_usable(self) -> int:
@@ -71,6 +71,11 @@ class CacheManager:
             "leased": self._num_leased,
             "quarantined": self._num_quarantined,
         }
+
+    def take_num_evicted(self) -> int:
+        """Pages evicted to make room since this was last asked."""
+        taken, self._num_evicted = self._num_evicted, 0
+        return taken
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -163,6 +168,6 @@ class CacheManager:
         if short > 0:
             evicted = self.tree.evict(short)
             assert len(evicted) == short, "the tree promised more pages than it gave"
-            self.num_evicted += short
+            self._num_evicted += short
             self._allocator.free(evicted)
         return self._allocator.allocate(count)

@@ -25,6 +25,7 @@ from triptych.core.errors import (
     Unauthenticated,
     error_from_code,
 )
+from triptych.obs import metrics
 from triptych.wire.v1 import common_pb2 as pb
 
 ERROR_METADATA_KEY: Final = "triptych-error-bin"
@@ -75,11 +76,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TriptychError:
 
 class AbortOnError:
     """`async with AbortOnError(context):` around a servicer method's body: an error ends the call with the status and
-    the detail of the tree. An exception group whose leaves are all TriptychErrors counts as its first leaf.
+    the detail of the tree, and is counted. An exception group whose leaves are all TriptychErrors counts as its first leaf.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stage: str = "rpc") -> None:
         self._context = context
+        self._stage = stage
 
     async def __aenter__(self) -> None:
         return None
@@ -91,6 +93,7 @@ class AbortOnError:
         if known is None:
             _log.error("a call failed with an error that is no TriptychError", exc_info=error)
             known = TriptychError(INTERNAL_MESSAGE)
+        metrics.ERRORS.labels(self._stage, known.code).inc()
         await abort_with(self._context, known)
 
 

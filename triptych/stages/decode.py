@@ -79,6 +79,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         self._parts = parts
         self._fence = AttemptFence()
         self._answers: dict[AttemptRef, Answer] = {}
+        self._without_kv: set[AttemptRef] = set()
 
     @property
     def arena(self) -> Arena:
@@ -88,7 +89,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
     async def Generate(  # noqa: N802 - the name in the proto
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
-        async with AbortOnError(context):
+        async with AbortOnError(context, "decode"):
             ref, plan = convert.ref_from_proto(request.ref), convert.plan_from_proto(request.plan)
             check_plan(plan, self._parts.adapter)
             self._fence.enter(ref)
@@ -113,6 +114,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
             raise StaleAttempt("this grant has ended")
         if answer.grant != grant:
             raise TransferRefused("this grant belongs to another attempt")
+        self._stop_waiting_for_kv(ref)
         return LocalAnswer(answer.stream, answer.timeline)
 
     # -- KvReceiver --------------------------------------------------------------------------------------------------
@@ -145,6 +147,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         answer.timeline.add("kv_wait", answer.opened_ns, num_bytes=num_bytes, num_tokens=num_tokens)
         adopt = partial(self._adopt, answer, peer, ref, grant_id, generation, capability, first_token, position_delta)
         await on_engine(self._parts.engine.call(adopt))
+        self._stop_waiting_for_kv(ref)
 
     async def abort(self, peer: WorkerRef, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """The router ends the call; here only the pages stop being written."""
@@ -176,8 +179,16 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         stream = EventStream(asyncio.get_running_loop())
         answer = Answer(plan, parts.grants.grant_of(record), stream, timeline, parts.clock.monotonic_ns())
         self._answers[ref] = answer
-        metrics.DECODE_WAITING_KV.set(len(self._answers))
+        self._wait_for_kv(ref)
         return answer
+
+    def _wait_for_kv(self, ref: AttemptRef) -> None:
+        self._without_kv.add(ref)
+        metrics.DECODE_WAITING_KV.set(len(self._without_kv))
+
+    def _stop_waiting_for_kv(self, ref: AttemptRef) -> None:
+        self._without_kv.discard(ref)
+        metrics.DECODE_WAITING_KV.set(len(self._without_kv))
 
     def _check_local(self, plan: Plan) -> None:
         """Room is found by the prefill half, all at once; here only what waits is bounded."""
@@ -208,7 +219,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
 
     async def _close(self, ref: AttemptRef, answer: Answer) -> None:
         engine, grants = self._parts.engine, self._parts.grants
-        metrics.DECODE_WAITING_KV.set(len(self._answers))
+        self._stop_waiting_for_kv(ref)
 
         def close() -> None:
             engine.abort(ref, Aborted("the call ended"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ from triptych.transport.link import EmbeddingLink
 from triptych.transport.types import HaveIt, SlotGrant
 from triptych.wire.v1 import encoder_pb2 as pb
 from triptych.wire.v1 import encoder_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 1 << 20
 
@@ -68,7 +71,7 @@ class EncoderStage(encoder_pb2_grpc.EncoderServicer):
     async def Encode(  # noqa: N802 - the name in the proto
         self, requests: AsyncIterator[pb.EncodeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.EncodeResponse]:
-        async with AbortOnError(context):
+        async with AbortOnError(context, "encoder"):
             start = await self._start_of(requests)
             run = _EncodeRun(self, start)
             try:
@@ -135,11 +138,9 @@ class _EncodeRun:
             self._answers.put_nowait(await self._encode_item(link, index, item))
         except TriptychError as error:
             self._answers.put_nowait(error)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
+        except Exception:
+            log.exception("an item could not be encoded", extra={"request_id": self._ref.request_id})
             self._answers.put_nowait(TriptychError("the encoder met an internal error"))
-            raise error
 
     async def _encode_item(self, link: EmbeddingLink, index: int, item: Item) -> pb.EncodeResponse:
         if item.modality is not Modality.IMAGE:

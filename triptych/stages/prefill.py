@@ -12,7 +12,7 @@ import grpc
 import torch
 
 from triptych.core.clock import Clock
-from triptych.core.errors import Aborted, DeadlineExceeded
+from triptych.core.errors import Aborted, DeadlineExceeded, TransferRefused
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import FinishReason, Plan, Token, Usage
@@ -91,7 +91,7 @@ class PrefillStage(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(  # noqa: N802 - the name in the proto
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PrefillResponse]:
-        async with AbortOnError(context):
+        async with AbortOnError(context, "prefill"):
             ref, plan = convert.ref_from_proto(request.ref), convert.plan_from_proto(request.plan)
             grant = convert.grant_from_proto(request.grant)
             check_plan(plan, self._parts.adapter)
@@ -180,6 +180,8 @@ class _PrefillRun:
         num_pages = num_pages_in(len(buffer), parts.shape.page_bytes(parts.pool.dtype))
         target = view_pool(buffer, parts.shape.with_pages(num_pages), parts.pool.dtype)
         pages = tuple(page for group in self._grant.groups for page in group.pages)
+        if len(pages) < parts.engine.manager.pages_for(self._plan.num_prompt_tokens) or max(pages) >= num_pages:
+            raise TransferRefused("the decode worker named too few pages, or pages that it does not have")
         handoff = PoolHandoff(parts.pool, target, pages)
         parts.engine.post(partial(parts.engine.bound, self._ref, handoff))
 

@@ -88,6 +88,7 @@ class Worker:
         self._background = Background()
         self._engines: list[_Engine] = []
         self.ref = WorkerRef(plan.common.worker_id, new_epoch())
+        self._transfer: TransferServicer | None = None
         self.supply: EmbeddingSupply | None = None
         self.language_engine: LanguageEngine | None = None
         self.info: WorkerInfo | None = None
@@ -119,6 +120,8 @@ class Worker:
     async def stop(self) -> None:
         """Drains: out of the registry first, then calls, engines, links and memory, in that order. Idempotent."""
         self._registry.withdraw()
+        if self._transfer is not None:
+            await self._transfer.close()
         await self._server.stop(STOP_GRACE_S)
         await self._background.close()
         await self._exit.aclose()
@@ -146,7 +149,8 @@ class Worker:
         if self._plan.vision is not None:
             await self._build_vision(adapter, compute, self._plan.vision, links)
         self._exit.push_async_callback(pool.close)
-        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, TransferServicer(endpoint, receivers))
+        self._transfer = TransferServicer(endpoint, receivers)
+        self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
 
     async def _build_vision(
         self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks
