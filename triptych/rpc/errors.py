@@ -76,7 +76,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TriptychError:
 
 class AbortOnError:
     """`async with AbortOnError(context):` around a servicer method's body: an error ends the call with the status and
-    the detail of the tree, and is counted. An exception group whose leaves are all TriptychErrors counts as its first leaf.
+    the detail of the tree, and is counted. An exception group whose leaves are all TriptychErrors counts as its first.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], stage: str = "rpc") -> None:
