@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 PageKey = tuple[int, ...]
 
+_MAX_STALE = 1024
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -92,10 +94,9 @@ class RadixTree:
         """Removes up to `count` unlocked leaves, least recently used first, and returns their pages."""
         pages: list[int] = []
         while len(pages) < count and self._candidates:
-            last_used, _, node = heapq.heappop(self._candidates)
-            if node.is_evicted or node.locks or node.children or node.last_used != last_used:
-                continue
-            pages.append(self._remove(node))
+            entry = heapq.heappop(self._candidates)
+            if _is_current(entry):
+                pages.append(self._remove(entry[2]))
         return pages
 
     def nodes(self) -> Iterator[Node]:
@@ -121,3 +122,15 @@ class RadixTree:
         if node.locks == 0 and not node.children:
             self._serial += 1
             heapq.heappush(self._candidates, (node.last_used, self._serial, node))
+            if len(self._candidates) > 2 * self.num_unlocked + _MAX_STALE:
+                self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """A page that is used again and again leaves an entry each time; without this the heap would only grow."""
+        self._candidates = [entry for entry in self._candidates if _is_current(entry)]
+        heapq.heapify(self._candidates)
+
+
+def _is_current(entry: tuple[int, int, Node]) -> bool:
+    last_used, _, node = entry
+    return not (node.is_evicted or node.locks or node.children) and node.last_used == last_used

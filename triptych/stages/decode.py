@@ -25,7 +25,7 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
-from triptych.kv.grants import GrantTable
+from triptych.kv.grants import GrantRecord, GrantTable
 from triptych.kv.manager import SequencePages
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
@@ -169,7 +169,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         try:
             if parts.is_local:
                 self._check_local(plan)
-            record = await on_engine(parts.engine.call(partial(parts.grants.issue, ref, num_tokens)))
+            record = await self._issue(ref, num_tokens)
         except (NoRoom, RequestTooLarge) as error:
             metrics.GRANTS.labels(error.code.replace("request_", "")).inc()
             raise
@@ -181,6 +181,21 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         self._answers[ref] = answer
         self._wait_for_kv(ref)
         return answer
+
+    async def _issue(self, ref: AttemptRef, num_tokens: int) -> GrantRecord:
+        """A credit. Given back when the call is cancelled before it hears of it."""
+        engine, grants = self._parts.engine, self._parts.grants
+        issued = engine.call(partial(grants.issue, ref, num_tokens))
+
+        async def give_back() -> None:
+            record = await on_engine(issued)
+            await on_engine(engine.call(partial(grants.release, record.grant_id)))
+
+        try:
+            return await on_engine(issued)
+        except asyncio.CancelledError:
+            self._parts.background.start(give_back())
+            raise
 
     def _wait_for_kv(self, ref: AttemptRef) -> None:
         self._without_kv.add(ref)
