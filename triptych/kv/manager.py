@@ -89,21 +89,27 @@ class CacheManager:
         own. All or nothing: None changes nothing."""
         path = self.tree.match(root, ids, len(ids) - 1)
         needed = self.pages_for(num_tokens) - len(path)
-        self.tree.lock(path)
-        if needed > self.num_available:
-            self.tree.unlock(path)
+        if needed > self.num_available - sum(node.locks == 0 for node in path):
             return None
+        self.tree.lock(path)
         fresh = self._take(needed)
         self._num_owned += needed
         cached_tokens = len(path) * self.page_tokens
         return SequencePages(root, [node.page for node in path] + fresh, path, set(fresh), cached_tokens)
 
     def share(self, sequence: SequencePages, ids: Sequence[int], num_written: int) -> None:
-        """Puts the sequence's full, written pages into the tree, so that others may use them from now on."""
+        """Puts the sequence's full, written pages into the tree, so that others may use them from now on.
+
+        A page that the tree has from elsewhere is held beside the sequence's own copy. Where no page is left for that
+        but those that credits have promised, sharing stops short.
+        """
         for index in range(len(sequence.path), num_written // self.page_tokens):
             start = index * self.page_tokens
             key = tuple(ids[start : start + self.page_tokens])
             parent = sequence.path[-1] if sequence.path else None
+            known = self.tree.find(sequence.root, parent, key)
+            if known is not None and known.locks == 0 and self.num_available < 1:
+                return
             node, took_page = self.tree.insert(sequence.root, parent, key, sequence.pages[index])
             sequence.path.append(node)
             if took_page:

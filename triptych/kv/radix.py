@@ -79,7 +79,7 @@ class RadixTree:
 
         When the tree already holds that key, its own node is locked and returned, and the page stays the caller's.
         """
-        above = parent if parent is not None else self._roots.setdefault(root, Node((), -1, None, locks=1))
+        above = parent if parent is not None else self._root(root)
         node = above.children.get(key)
         is_new = node is None
         if node is None:
@@ -89,6 +89,11 @@ class RadixTree:
             self.num_unlocked += 1
         self.lock([node])
         return node, is_new
+
+    def find(self, root: bytes, parent: Node | None, key: PageKey) -> Node | None:
+        """The node that `insert` would meet. Changes nothing."""
+        above = parent if parent is not None else self._roots.get(root)
+        return above.children.get(key) if above is not None else None
 
     def evict(self, count: int) -> list[int]:
         """Removes up to `count` unlocked leaves, least recently used first, and returns their pages."""
@@ -115,7 +120,13 @@ class RadixTree:
         self.num_unlocked -= 1
         if node.parent.parent is not None:
             self._offer(node.parent)
+        elif not node.parent.children:
+            del self._roots[bytes(node.parent.key)]
         return node.page
+
+    def _root(self, name: bytes) -> Node:
+        """Its key is its name, so that an emptied root can be forgotten: callers choose salts, so they are many."""
+        return self._roots.setdefault(name, Node(tuple(name), -1, None, locks=1))
 
     def _offer(self, node: Node) -> None:
         """Makes an unlocked leaf a candidate; stale entries are skipped when popped."""

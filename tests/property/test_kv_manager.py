@@ -1,0 +1,265 @@
+"""Every order of events over one pool, against a model that keeps plain sets and a dictionary of prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from triptych.core.errors import NoRoom, RequestTooLarge, StaleAttempt, TransferRefused
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.kv.grants import GrantRecord, GrantState, GrantTable
+from triptych.kv.manager import CacheManager, SequencePages
+
+PAGE = 2
+NUM_PAGES = 9
+USABLE = NUM_PAGES - 1
+WRITERS = (WorkerRef("prefill-0", 1), WorkerRef("prefill-1", 2))
+
+Prefix = tuple[bytes, tuple[int, ...]]
+"""A root and all ids from the start to the end of a page: what that page's content depends on."""
+
+
+@dataclass(eq=False)
+class Held:
+    pages: SequencePages
+    ids: list[int]
+    num_tokens: int
+    num_shared: int = 0
+    holds: set[Prefix] = field(default_factory=set)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    sequences: Bundle[Held] = Bundle("sequences")
+    grants: Bundle[GrantRecord] = Bundle("grants")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = CacheManager(NUM_PAGES, PAGE)
+        self.table = GrantTable(WorkerRef("decode-0", 3), self.manager)
+        self.cached: dict[Prefix, int] = {}
+        self.living: list[Held] = []
+        self.records: list[GrantRecord] = []
+        self.serial = 0
+
+    # --- sequences ---
+
+    @rule(
+        target=sequences,
+        root=st.sampled_from([b"", b"salt"]),
+        ids=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        room=st.integers(0, 6),
+    )
+    def reserve(self, root: bytes, ids: list[int], room: int) -> object:
+        expected = self.known_prefix(root, ids)
+        assert self.manager.match_tokens(root, ids) == len(expected) * PAGE
+        num_tokens = len(ids) + room
+        before = self.picture()
+        pages = self.manager.reserve(root, ids, num_tokens)
+        if pages is None:
+            assert self.picture() == before
+            assert not self.would_fit(root, ids, num_tokens, expected)
+            return multiple()
+        assert self.would_fit(root, ids, num_tokens, expected)
+        assert pages.pages[: len(expected)] == expected
+        assert pages.cached_tokens == len(expected) * PAGE
+        assert len(pages.pages) == -(-num_tokens // PAGE)
+        self.forget_evicted()
+        fresh = pages.pages[len(expected) :]
+        assert pages.owned == set(fresh)
+        assert not set(fresh) & (self.pages_in_hands() | set(self.cached.values()))
+        held = Held(pages, [*ids, *range(5, 5 + room)], num_tokens, len(expected))
+        held.holds = {self.prefix(root, ids, index) for index in range(len(expected))}
+        self.living.append(held)
+        return held
+
+    @rule(held=sequences, tokens=st.integers(0, 16))
+    def share(self, held: Held, tokens: int) -> None:
+        if held not in self.living:
+            return
+        written = min(tokens, held.num_tokens)
+        self.manager.share(held.pages, held.ids, written)
+        for index in range(held.num_shared, len(held.pages.path)):
+            prefix = self.prefix(held.pages.root, held.ids, index)
+            self.cached.setdefault(prefix, held.pages.pages[index])
+            held.holds.add(prefix)
+        if len(held.pages.path) < written // PAGE:  # the only reason to stop early: nothing is left but promises
+            assert self.manager.num_available == 0
+        held.num_shared = len(held.pages.path)
+
+    @rule(held=consumes(sequences))
+    def release(self, held: Held) -> None:
+        self.manager.release(held.pages)
+        self.living.remove(held)
+
+    @rule()
+    def clear_cache(self) -> None:
+        locked = {prefix for held in self.living for prefix in held.holds}
+        assert self.manager.clear_cache() == len(self.cached.keys() - locked)
+        self.forget_evicted()
+        assert self.cached.keys() == locked
+
+    # --- grants ---
+
+    @rule(target=grants, num_tokens=st.integers(1, 18))
+    def issue(self, num_tokens: int) -> object:
+        self.serial += 1
+        num_pages = -(-num_tokens // PAGE)
+        available = self.num_available()
+        try:
+            record = self.table.issue(AttemptRef(f"req-{self.serial}"), num_tokens)
+        except RequestTooLarge:
+            assert num_pages > USABLE
+            return multiple()
+        except NoRoom:
+            assert available < num_pages <= USABLE
+            return multiple()
+        assert num_pages <= available
+        self.records.append(record)
+        return record
+
+    @rule(record=grants, writer=st.sampled_from(WRITERS))
+    def bind(self, record: GrantRecord, writer: WorkerRef) -> None:
+        state = self.state_of(record)
+        if state is not GrantState.CREDITED:
+            with pytest.raises((StaleAttempt, TransferRefused)):
+                self.table.bind(record.ref, record.grant_id, record.capability, writer)
+            return
+        taken = self.pages_in_hands()
+        self.table.bind(record.ref, record.grant_id, record.capability, writer)
+        self.forget_evicted()
+        assert len(set(record.pages)) == record.num_pages
+        assert not set(record.pages) & (taken | set(self.cached.values()))
+
+    @rule(record=grants, writer=st.sampled_from(WRITERS), generation=st.sampled_from([0, 0, 0, 1]))
+    def commit(self, record: GrantRecord, writer: WorkerRef, generation: int) -> None:
+        is_due = self.state_of(record) is GrantState.BOUND and record.writer == writer and generation == 0
+        arguments = (record.ref, record.grant_id, record.generation + generation, record.capability, writer)
+        if is_due:
+            assert self.table.commit(*arguments).state is GrantState.COMMITTED
+        else:
+            with pytest.raises((StaleAttempt, TransferRefused)):
+                self.table.commit(*arguments)
+
+    @rule(record=grants)
+    def release_grant(self, record: GrantRecord) -> None:
+        state = self.state_of(record)
+        self.table.release(record.grant_id)
+        if state in (GrantState.CREDITED, GrantState.COMMITTED):
+            self.records.remove(record)
+        elif state is GrantState.BOUND:
+            assert record.state is GrantState.QUARANTINED
+
+    @rule(record=grants, writer=st.sampled_from(WRITERS), is_named=st.booleans())
+    def writer_finished(self, record: GrantRecord, writer: WorkerRef, is_named: bool) -> None:
+        ends = self.state_of(record) in (GrantState.BOUND, GrantState.QUARANTINED) and record.writer == writer
+        self.table.writer_finished(record.ref, record.grant_id if is_named else None, writer)
+        if ends:
+            self.records.remove(record)
+
+    @rule(writer=st.sampled_from(WRITERS))
+    def writer_lost(self, writer: WorkerRef) -> None:
+        owing = [
+            r for r in self.records if r.writer == writer and r.state in (GrantState.BOUND, GrantState.QUARANTINED)
+        ]
+        expected = {record.ref for record in owing if record.state is GrantState.BOUND}
+        assert set(self.table.writer_lost(writer)) == expected
+        self.records = [record for record in self.records if record not in owing]
+
+    # --- the model ---
+
+    def prefix(self, root: bytes, ids: list[int], index: int) -> Prefix:
+        return root, tuple(ids[: (index + 1) * PAGE])
+
+    def known_prefix(self, root: bytes, ids: list[int]) -> list[int]:
+        """Pages of the longest cached prefix that leaves at least one token to compute."""
+        pages: list[int] = []
+        for index in range((len(ids) - 1) // PAGE):
+            page = self.cached.get(self.prefix(root, ids, index))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def would_fit(self, root: bytes, ids: list[int], num_tokens: int, cached: list[int]) -> bool:
+        locked = {prefix for held in self.living for prefix in held.holds}
+        own = {self.prefix(root, ids, index) for index in range(len(cached))}
+        evictable = len(self.cached.keys() - locked - own)
+        needed = -(-num_tokens // PAGE) - len(cached)
+        return needed <= USABLE - len(self.pages_in_hands()) - len(self.cached) + evictable - self.num_credited()
+
+    def num_credited(self) -> int:
+        return sum(record.num_pages for record in self.records if record.state is GrantState.CREDITED)
+
+    def num_available(self) -> int:
+        locked = {prefix for held in self.living for prefix in held.holds}
+        free = USABLE - len(self.pages_in_hands()) - len(self.cached)
+        return free + len(self.cached.keys() - locked) - self.num_credited()
+
+    def state_of(self, record: GrantRecord) -> GrantState | None:
+        return record.state if record in self.records else None
+
+    def pages_in_hands(self) -> set[int]:
+        """Owned, leased and quarantined."""
+        pages = {page for held in self.living for page in held.pages.owned}
+        return pages | {page for record in self.records for page in record.pages}
+
+    def forget_evicted(self) -> None:
+        """What the tree let go; nothing that is held may be among it, nor a page with a cached one behind it."""
+        present = {node.page for node in self.manager.tree.nodes()}
+        evicted = {prefix for prefix, page in self.cached.items() if page not in present}
+        assert not evicted & {prefix for held in self.living for prefix in held.holds}
+        self.cached = {prefix: page for prefix, page in self.cached.items() if page in present}
+        for root, ids in self.cached:
+            assert len(ids) == PAGE or (root, ids[:-PAGE]) in self.cached
+
+    def picture(self) -> object:
+        nodes = sorted((node.page, node.locks, node.last_used) for node in self.manager.tree.nodes())
+        return self.manager.counts(), nodes, self.manager.num_available
+
+    # --- what always holds ---
+
+    @invariant()
+    def every_page_is_in_one_place(self) -> None:
+        self.manager.check_integrity()
+        assert sum(self.manager.counts().values()) == USABLE
+        in_hands = [page for held in self.living for page in held.pages.owned]
+        in_hands += [page for record in self.records for page in record.pages]
+        everywhere = [*in_hands, *self.cached.values()]
+        assert len(everywhere) == len(set(everywhere))
+        assert 0 not in everywhere
+
+    @invariant()
+    def the_tree_is_the_dictionary(self) -> None:
+        assert {node.page for node in self.manager.tree.nodes()} == set(self.cached.values())
+
+    @invariant()
+    def counts_are_those_of_the_model(self) -> None:
+        by_state = {state: sum(len(r.pages) for r in self.records if r.state is state) for state in GrantState}
+        counts = self.manager.counts()
+        assert counts["owned"] == sum(len(held.pages.owned) for held in self.living)
+        assert counts["leased"] == by_state[GrantState.BOUND] + by_state[GrantState.COMMITTED]
+        assert counts["quarantined"] == by_state[GrantState.QUARANTINED]
+        assert len(self.table) == len(self.records)
+
+    @invariant()
+    def promises_can_be_kept(self) -> None:
+        assert self.manager.num_available == self.num_available() >= 0
+
+    def teardown(self) -> None:
+        """When everybody has left, every page is free or cached."""
+        for held in self.living:
+            self.manager.release(held.pages)
+        for record in self.records:
+            self.table.release(record.grant_id)
+        for writer in WRITERS:
+            self.table.writer_lost(writer)
+        self.manager.clear_cache()
+        assert self.manager.counts() == {"free": USABLE, "cached": 0, "owned": 0, "leased": 0, "quarantined": 0}
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
