@@ -43,6 +43,11 @@ def test_a_taken_standard_port_is_left_to_the_worker() -> None:
     assert {_flag(spec, "--threads") for spec in specs} == {"1"}
 
 
+def test_with_port_0_no_port_is_standard() -> None:
+    specs = layout.workers(UpSettings(port=0), MODEL, RUNTIME, 1, lambda host, port: True)
+    assert {_flag(spec, "--port") for spec in specs} == {_flag(spec, "--metrics-port") for spec in specs} == {"0"}
+
+
 def test_mono_is_one_worker_and_takes_no_counts() -> None:
     settings = UpSettings(topology="mono", threads=3)
     (spec,) = layout.workers(settings, MODEL, RUNTIME, 8, lambda host, port: True)

@@ -57,7 +57,12 @@ def api_port(settings: UpSettings) -> int:
 
 
 def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_free: IsFree) -> list[ProcessSpec]:
-    """All workers. A taken standard port becomes 0: the worker takes a free one and announces it."""
+    """All workers. A standard port that is taken becomes 0: the worker takes a free one and announces it.
+
+    With `--port 0` none is standard, so that clusters that start at the same time cannot meet.
+    """
+    if settings.port == 0:
+        port_free = _never_free
     names = _names(settings)
     threads = settings.threads or max(1, cores // len(names))
     specs = []
@@ -75,6 +80,10 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
         }
         specs.append(ProcessSpec(f"{role}-{index}", role, _flat(flags)))
     return specs
+
+
+def _never_free(_host: str, _port: int) -> bool:
+    return False
 
 
 def router(settings: UpSettings, model: Path, runtime: Path, port: int) -> ProcessSpec:
