@@ -25,7 +25,11 @@ class UpSettings:
     host: str = field(default="127.0.0.1", metadata={"help": "where the API listens; workers stay on loopback"})
     port: int | None = field(
         default=None,
-        metadata={"min": 0, "max": 65535, "help": f"of the API; 0: all ports are free ones; not given: {DEFAULT_PORT} if free"},
+        metadata={
+            "min": 0,
+            "max": 65535,
+            "help": f"of the API; 0: free ones everywhere; not given: {DEFAULT_PORT} if free",
+        },
     )
     runtime_dir: Path | None = field(
         default=None, metadata={"help": "folder for what the processes share; $XDG_RUNTIME_DIR/triptych if not given"}
