@@ -1,0 +1,101 @@
+"""The cluster against the reference: {tiny, demo} x {mono, e-p-d} x {cold, warm} x {alone, 8 at a time}.
+
+Each group starts one cluster; *cold* asks all its prompts with empty caches, *warm* asks them again. `make
+verify-parity` asks 200 prompts a cell and writes `benchmarks/results/parity.json`; `make test` asks a few families,
+other ones each time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.compare import Comparison, compare
+from tests.parity.conftest import MODELS, PROMPTS_SEED, Extent
+from tests.parity.prompts import Prompt
+from tests.parity.reference import NEW_TOKENS, ReferenceModel
+from tests.parity.report import MatrixReport
+from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster, Topology
+
+FAMILIES = 2
+CHUNKS = (48, 512)
+PAGE_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def report(extent: Extent) -> Iterator[MatrixReport]:
+    collected = MatrixReport(PROMPTS_SEED)
+    yield collected
+    if extent.is_full:
+        collected.write()
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("concurrency", [1, 8], ids=["alone", "8-at-a-time"])
+@pytest.mark.parametrize("topology", ["mono", "e-p-d"])
+@pytest.mark.parametrize("model", MODELS)
+async def test_parity_matrix(
+    references: dict[str, ReferenceModel],
+    model_dirs: dict[str, Path],
+    extent: Extent,
+    report: MatrixReport,
+    model: str,
+    topology: Topology,
+    concurrency: int,
+) -> None:
+    rng = random.Random(f"{extent.seed}/{model}/{topology}/{concurrency}")
+    prompts, chunk_tokens = extent.prompts(FAMILIES), rng.choice(CHUNKS)
+    reference = references[model]
+    for prompt in prompts:
+        reference.generate(prompt)  # before any clock of the cluster runs
+    async with InProcessCluster(
+        model_dirs[model], topology, chunk_tokens=chunk_tokens, capture_logits=True, dtype="float32"
+    ) as cluster:
+        for heat in ("cold", "warm"):
+            rng.shuffle(prompts)
+            results = await cluster.generate_many([request_of(prompt) for prompt in prompts], concurrency=concurrency)
+            cell = f"{model}/{topology}/{heat}/{'alone' if concurrency == 1 else f'{concurrency} at a time'}"
+            total = judged(reference, prompts, results)
+            facts = {"chunk_tokens": chunk_tokens, **cache_facts(results)}
+            report.add(cell, total, facts)
+            print(f"{cell}: {total} {facts}")
+            assert total.is_exact, f"{cell}: {total}"
+            if heat == "warm":
+                assert facts["prompts_with_cached_tokens"] == len(prompts)
+        cluster.check_integrity()
+
+
+def request_of(prompt: Prompt) -> ChatRequest:
+    return ChatRequest(prompt.messages, prompt.media, NEW_TOKENS, stop_token_ids=frozenset())
+
+
+def judged(reference: ReferenceModel, prompts: Sequence[Prompt], results: Sequence[ChatResult]) -> Comparison:
+    total = Comparison()
+    for prompt, result in zip(prompts, results, strict=True):
+        one = compare(
+            reference.generate(prompt),
+            result.token_ids,
+            result.logits,
+            lambda tokens, prompt=prompt: reference.teacher_forced_logits(prompt, tokens),  # type: ignore[misc]
+        )
+        if one.differing or not one.max_logit_difference <= 1e-4:
+            print(f"prompt {prompt.index} ({prompt.kind}, {len(prompt.media)} pictures): {one}")
+        total.add(one)
+    return total
+
+
+def cache_facts(results: Sequence[ChatResult]) -> dict[str, Any]:
+    """Where the answers' prompts came from: a warm cell that reuses nothing would prove nothing."""
+    sources: dict[str, int] = {}
+    for event in (event for result in results for event in result.timeline):
+        if event.source is not None and event.stage == "prefill":
+            sources[event.source.value] = sources.get(event.source.value, 0) + 1
+    return {
+        "cached_tokens": sum(result.cached_tokens for result in results),
+        "prompts_with_cached_tokens": sum(result.cached_tokens > 0 for result in results),
+        "embedding_sources": sources,
+    }
