@@ -49,11 +49,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(
         target=sequences,
-        root=st.sampled_from([b"", b"salt"]),
-        ids=st.lists(st.integers(0, 1), min_size=1, max_size=10),
-        room=st.integers(0, 6),
+        root=st.sampled_from([b"", b"", b"", b"salt"]),
+        common=st.integers(1, 8),
+        own=st.integers(0, 3),
+        room=st.integers(0, 12),
     )
-    def reserve(self, root: bytes, ids: list[int], room: int) -> object:
+    def reserve(self, root: bytes, common: int, own: int, room: int) -> object:
+        ids = [0] * common + [1] * own  # many sequences begin alike
         expected = self.known_prefix(root, ids)
         assert self.manager.match_tokens(root, ids) == len(expected) * PAGE
         num_tokens = len(ids) + room
@@ -89,6 +91,11 @@ class PoolMachine(RuleBasedStateMachine):
         if len(held.pages.path) < written // PAGE:  # the only reason to stop early: nothing is left but promises
             assert self.manager.num_available == 0
         held.num_shared = len(held.pages.path)
+
+    @rule(held=consumes(sequences))
+    def finish(self, held: Held) -> None:
+        self.share(held, held.num_tokens)
+        self.release(held)
 
     @rule(held=consumes(sequences))
     def release(self, held: Held) -> None:
