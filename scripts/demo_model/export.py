@@ -61,6 +61,7 @@ def export(
     """Exports `weights` (named as `model.named_parameters()` names them) in bf16; `model` itself is not changed."""
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, state_dict=_bf16_state(model, weights))
+    (directory / "model.safetensors").chmod(0o644)
     _write_config(directory)
     tokenizers_of_ours.save(tokenizer, directory)
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)

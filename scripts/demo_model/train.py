@@ -238,7 +238,8 @@ class Trainer:
 
     def run(self) -> None:
         if self.progress.phase == "vision":
-            self._run_phase(PictureBatches(self.progress.seed, self.progress.step), self.vision_loss)
+            if self.spent() < 1:
+                self._run_phase(PictureBatches(self.progress.seed, self.progress.step), self.vision_loss)
             seed, step = self.progress.seed, self.progress.step
             self.progress = Progress(seed, "joint", step)
             self._new_optimisers(JOINT_RATES)
@@ -319,29 +320,28 @@ def _places(pictures: tuple[Pictures, ...]) -> Iterator[tuple[Tensor, Tensor, Te
 class Threads:
     """Gives up a thread while others need the machine.
 
-    Threads of one operation wait for each other, so a thread that has to share its core holds up all of them. The
-    trainer runs at a low priority; time that the kernel books as `user` was taken by processes of normal priority.
+    Threads of one operation wait for each other, so a thread that has to share its core holds up all of them.
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.looked, self.before = most, time.monotonic(), self._booked()
+        self.most, self.looked, self.before = most, time.monotonic(), self._others_seconds()
 
     def adapt(self) -> None:
         now = time.monotonic()
-        if now - self.looked < LOOK_EVERY_SECONDS or self.most == 1:
+        if now - self.looked < LOOK_EVERY_SECONDS:
             return
-        booked = self._booked()
-        cores = (booked[0] - self.before[0]) / max(1, booked[1] - self.before[1]) * (os.cpu_count() or 1)
-        torch.set_num_threads(max(1, self.most - math.ceil(cores - 0.35)))
-        self.looked, self.before = now, booked
+        others = self._others_seconds()
+        busy_cores = (others - self.before) / (now - self.looked)
+        torch.set_num_threads(min(self.most, max(1, self.most - math.ceil(busy_cores - 0.4))))
+        self.looked, self.before = now, others
 
     @staticmethod
-    def _booked() -> tuple[int, int]:
-        """Clock ticks of normal-priority processes (user and system), and all ticks; zero where not told."""
+    def _others_seconds() -> float:
+        """Processor time that other processes have used since the machine started; 0 where that is not told."""
         if not Path("/proc/stat").exists():
-            return 0, 0
-        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        return ticks[0], sum(ticks)
+            return 0.0
+        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:4]]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _replace(fresh: Path, old: Path) -> None:
