@@ -7,26 +7,45 @@ loaded by itself through transformers would stay random without a word.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from triptych.core.errors import StartupError
 
 
 def tensor_index(model_dir: Path) -> dict[str, Path]:
-    """Tensor name -> the shard that holds it."""
+    """Tensor name -> the shard that holds it. Raises StartupError naming a file that cannot be read."""
     index_path = model_dir / "model.safetensors.index.json"
     if index_path.exists():
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-        return {name: model_dir / shard for name, shard in weight_map.items()}
+        return _sharded_index(index_path)
     index: dict[str, Path] = {}
     for shard in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as file:
+        with opened_shard(shard) as file:
             index.update(dict.fromkeys(file.keys(), shard))
     return index
+
+
+def _sharded_index(index_path: Path) -> dict[str, Path]:
+    try:
+        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+        return {name: index_path.parent / shard for name, shard in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise StartupError(f"{index_path.name} is damaged; download the checkpoint again") from None
+
+
+@contextmanager
+def opened_shard(shard: Path, device: str = "cpu") -> Iterator[Any]:
+    """The shard, open for reading; StartupError, with its name, when it is missing or damaged."""
+    try:
+        with safe_open(shard, framework="pt", device=device) as file:
+            yield file
+    except (OSError, SafetensorError):
+        raise StartupError(f"{shard.name} is missing or damaged; download the checkpoint again") from None
 
 
 def select_prefix(index: Mapping[str, Path], prefixes: Iterable[str]) -> dict[str, str]:
@@ -65,9 +84,9 @@ def load_part(
     for name in wanted:
         by_shard.setdefault(index[names[name]], []).append(name)
     for shard, local_names in by_shard.items():
-        with safe_open(shard, framework="pt", device=str(device)) as file:
+        with opened_shard(shard, str(device)) as file:
             for name in local_names:
-                tensor = file.get_tensor(names[name])
+                tensor: torch.Tensor = file.get_tensor(names[name])
                 if tensor.shape != wanted[name].shape:
                     raise StartupError(
                         f"tensor {names[name]!r} has shape {tuple(tensor.shape)}, "

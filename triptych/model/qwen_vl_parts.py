@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from triptych.core.errors import StartupError
 from triptych.core.plan import Grid
 from triptych.model.loader import check_loaded, count_parameters, load_part, select_prefix, tensor_index
 from triptych.model.paged import ATTENTION_NAME, PagedBatch, register_paged_attention
@@ -109,8 +110,10 @@ def load_qwen25_language(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: t
     model.rotary_emb = Qwen2_5_VLRotaryEmbedding(config.text_config).to(device)
     check_loaded(model, "language")
     head = model.embed_tokens.weight
-    if HEAD_NAME in index and not config.tie_word_embeddings:
+    if not config.tie_word_embeddings:
         holder = torch.nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta", dtype=dtype)
+        if HEAD_NAME not in index:
+            raise StartupError(f"the checkpoint lacks the tensor {HEAD_NAME!r}, and its config does not tie the head")
         load_part(holder, index, {"weight": HEAD_NAME}, dtype, device, "language head")
         head = holder.weight
     model.train(False)

@@ -44,7 +44,9 @@ def _sample_row(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
 
     Tokens of equal probability keep the order of their ids (stable sort), so the result is reproducible.
     """
-    probabilities = torch.softmax(logits.double() / row.sampling.temperature, dim=-1)
+    scores = logits.double()
+    # Less the largest first: however small the temperature is, the best token stays at 0 and nothing becomes NaN.
+    probabilities = torch.softmax((scores - scores.max()) / row.sampling.temperature, dim=-1)
     ordered, ids = torch.sort(probabilities, descending=True, stable=True)
     cumulative = torch.cumsum(ordered, dim=-1)
     kept = int(torch.searchsorted(cumulative, min(row.sampling.top_p, float(cumulative[-1])))) + 1

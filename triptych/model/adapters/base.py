@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -59,6 +59,7 @@ class Adapter(ABC):
     Attributes:
         model_name: the name that the API shows (the folder's).
         fingerprint: 32 bytes over config and weights.
+        kv_shape: of one token's K (or V).
         attention: see AttentionKind.
         processing_key: canonical bytes of everything in the processor that changes pixels.
     """
@@ -72,9 +73,10 @@ class Adapter(ABC):
         self.config = read_json(model_dir / "config.json")
         self.model_name = model_dir.name
         self.fingerprint = checkpoint_fingerprint(model_dir)
-        self.vocab_size = int(self.text_config["vocab_size"])
-        self.hidden_size = int(self.text_config["hidden_size"])
-        self.max_sequence_tokens = int(self.text_config["max_position_embeddings"])
+        self.vocab_size = required_int(self.text_config, "vocab_size", "config.json")
+        self.hidden_size = required_int(self.text_config, "hidden_size", "config.json")
+        self.max_sequence_tokens = required_int(self.text_config, "max_position_embeddings", "config.json")
+        self.kv_shape = self._read_kv_shape()
         self.eos_token_ids = self._read_eos()
         self.processing_key = self._read_processing_key()
         if self.vocab_size > SENTINEL_BASE:
@@ -87,13 +89,6 @@ class Adapter(ABC):
         """The language model's part of config.json."""
         nested: dict[str, Any] = self.config.get("text_config", self.config)
         return nested
-
-    @property
-    def kv_shape(self) -> KvShape:
-        text = self.text_config
-        heads = int(text["num_attention_heads"])
-        head_dim = int(text.get("head_dim") or self.hidden_size // heads)
-        return KvShape(int(text["num_hidden_layers"]), int(text.get("num_key_value_heads") or heads), head_dim)
 
     def identity(self, modality: Modality, media: bytes, tenant_salt: bytes = b"") -> bytes:
         """The item's identity for this checkpoint (32 bytes)."""
@@ -132,6 +127,13 @@ class Adapter(ABC):
     def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
         """Only the language model's weights. Raises StartupError naming a missing or unexpected tensor."""
 
+    def _read_kv_shape(self) -> KvShape:
+        text = self.text_config
+        layers = required_int(text, "num_hidden_layers", "config.json")
+        heads = required_int(text, "num_attention_heads", "config.json")
+        head_dim = int(text.get("head_dim") or self.hidden_size // heads)
+        return KvShape(layers, int(text.get("num_key_value_heads") or heads), head_dim)
+
     def _read_eos(self) -> frozenset[int]:
         generation = self.model_dir / "generation_config.json"
         found = read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -142,6 +144,15 @@ class Adapter(ABC):
     def _read_processing_key(self) -> bytes:
         path = self.model_dir / "preprocessor_config.json"
         return json.dumps(read_json(path), sort_keys=True).encode() if path.exists() else b""
+
+
+def required_int(config: Mapping[str, Any], field: str, file: str) -> int:
+    """A positive number of a checkpoint's `file`, or StartupError naming both."""
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        found = repr(value) if field in config else "nothing"
+        raise StartupError(f"{file} should hold a positive whole number under {field!r}; it holds {found}")
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:

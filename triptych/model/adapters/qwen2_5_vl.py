@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from triptych.core.errors import MediaInvalid, ModalityUnsupported
+from triptych.core.errors import MediaInvalid, ModalityUnsupported, StartupError
 from triptych.core.plan import Grid, Item, Modality
 from triptych.mm.mrope import PositionArray, mrope_positions
-from triptych.model.adapters.base import Adapter, ItemLayout, read_json
+from triptych.model.adapters.base import Adapter, ItemLayout, read_json, required_int
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from triptych.model.parts import LanguagePart, VisionPart
 
 MAX_ASPECT_RATIO = 200
+PROCESSOR_FILE = "preprocessor_config.json"
 
 
 def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -39,17 +40,27 @@ def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int
     return height, width
 
 
+def _bound(processor: dict[str, Any], name: str, size: dict[str, Any], edge: str) -> int:
+    """A bound in pixels; older processors keep it beside `size`, newer ones within."""
+    if processor.get(name) is not None:
+        return required_int(processor, name, PROCESSOR_FILE)
+    return required_int(size, edge, PROCESSOR_FILE)
+
+
 class Qwen25VLAdapter(Adapter):
     architecture: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir)
-        processor = read_json(model_dir / "preprocessor_config.json")
-        self.patch_px = int(processor["patch_size"])
-        self.merge_size = int(processor["merge_size"])
+        processor = read_json(model_dir / PROCESSOR_FILE)
+        self.patch_px = required_int(processor, "patch_size", PROCESSOR_FILE)
+        self.merge_size = required_int(processor, "merge_size", PROCESSOR_FILE)
         size = processor.get("size") or {}
-        self.min_pixels = int(processor.get("min_pixels") or size["shortest_edge"])
-        self.max_pixels = int(processor.get("max_pixels") or size["longest_edge"])
+        self.min_pixels = _bound(processor, "min_pixels", size, "shortest_edge")
+        self.max_pixels = _bound(processor, "max_pixels", size, "longest_edge")
+        self.image_token_id = required_int(self.config, "image_token_id", "config.json")
+        if self.text_config.get("use_sliding_window"):
+            raise StartupError(f"model {self.model_name!r} attends in sliding windows, which Triptych cannot serve yet")
 
     def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
         if min(width_px, height_px) < 1:
@@ -67,7 +78,7 @@ class Qwen25VLAdapter(Adapter):
     def placeholder_id(self, modality: Modality) -> int:
         if modality is not Modality.IMAGE:
             raise ModalityUnsupported(f"{modality.value} input is not served yet; send pictures and text")
-        return int(self.config["image_token_id"])
+        return self.image_token_id
 
     def positions(self, num_tokens: int, items: Sequence[Item]) -> tuple[PositionArray, int]:
         return mrope_positions(num_tokens, items, self.merge_size)

@@ -1,0 +1,328 @@
+"""Checkpoints: each half loads its own weights and no others, in either layout; what cannot work stops the start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from triptych.core.errors import StartupError
+from triptych.core.plan import Grid
+from triptych.model.adapters.base import Adapter
+from triptych.model.loader import count_parameters
+from triptych.model.registry import adapter_for, supported_architectures
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "spoiled"))
+
+
+def change_tensors(model_dir: Path, change: Callable[[Tensors], Tensors]) -> None:
+    path = model_dir / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file(change(tensors), path, {"format": "pt"})
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def load_both(model_dir: Path) -> tuple[Any, Any]:
+    adapter = adapter_for(model_dir)
+    return adapter.load_vision(torch.float32, CPU), adapter.load_language(torch.float32, CPU)
+
+
+def as_new_layout(tensors: Tensors) -> Tensors:
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in (("model.", "model.language_model."), ("visual.", "model.visual.")):
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+                break
+        renamed[name] = tensor
+    return renamed
+
+
+# --- the halves -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model_dir: Path) -> Any:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+
+
+def test_each_half_has_exactly_the_parameters_of_the_stock_submodule(tiny_model_dir: Path, stock: Any) -> None:
+    vision, language = load_both(tiny_model_dir)
+    assert vision.num_parameters == count_parameters(stock.model.visual)
+    head = stock.lm_head.weight.numel()
+    assert language.num_parameters == count_parameters(stock.model.language_model) + head
+    assert vision.num_parameters + language.num_parameters == count_parameters(stock)
+
+
+def test_the_language_half_holds_no_vision_tensor(tiny_model_dir: Path, stock: Any) -> None:
+    language = adapter_for(tiny_model_dir).load_language(torch.float32, CPU)
+    held = named_tensors(language.model)
+    assert held.keys() == named_tensors(stock.model.language_model).keys()
+    assert not any("visual" in name or "merger" in name for name in held)
+
+
+def test_the_vision_half_holds_no_language_tensor(tiny_model_dir: Path, stock: Any) -> None:
+    vision = adapter_for(tiny_model_dir).load_vision(torch.float32, CPU)
+    held = named_tensors(vision.model)
+    assert held.keys() == {f"visual.{name}" for name in named_tensors(stock.model.visual)}
+    assert not any("embed_tokens" in name or "layers" in name or "lm_head" in name for name in held)
+
+
+def test_each_half_has_the_stock_weights(tiny_model_dir: Path, stock: Any) -> None:
+    vision, language = load_both(tiny_model_dir)
+    for ours, theirs in ((vision.model.visual, stock.model.visual), (language.model, stock.model.language_model)):
+        expected = named_tensors(theirs)
+        for name, tensor in named_tensors(ours).items():
+            assert torch.equal(tensor, expected[name]), name
+    assert torch.equal(language.head, stock.lm_head.weight)
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def test_parameters_are_in_the_asked_precision(tiny_model_dir: Path) -> None:
+    adapter = adapter_for(tiny_model_dir)
+    vision = adapter.load_vision(torch.bfloat16, CPU)
+    language = adapter.load_language(torch.bfloat16, CPU)
+    assert vision.dtype == language.dtype == torch.bfloat16
+    for module in (vision.model, language.model):
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def outputs(model_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    vision, language = load_both(model_dir)
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(16, 3 * 2 * 14 * 14, generator=generator)
+    return vision.encode([pixels], [Grid(1, 4, 4)])[0], language.logits(torch.randn(3, 64, generator=generator))
+
+
+def test_the_old_and_the_new_layout_of_names_load_alike(tiny_model_dir: Path, model_dir: Path) -> None:
+    assert "visual.patch_embed.proj.weight" in load_file(model_dir / "model.safetensors")
+    change_tensors(model_dir, as_new_layout)
+    assert "model.visual.patch_embed.proj.weight" in load_file(model_dir / "model.safetensors")
+    for old, new in zip(outputs(tiny_model_dir), outputs(model_dir), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_checkpoint_in_several_shards_loads_alike(tiny_model_dir: Path, model_dir: Path) -> None:
+    shard(model_dir)
+    assert not (model_dir / "model.safetensors").exists()
+    for whole, sharded in zip(outputs(tiny_model_dir), outputs(model_dir), strict=True):
+        assert torch.equal(whole, sharded)
+
+
+def shard(model_dir: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{index % 2 + 1:05}-of-00002.safetensors" for index, name in enumerate(names)}
+    for file in sorted(set(weight_map.values())):
+        save_file({name: tensors[name].clone() for name in names if weight_map[name] == file}, model_dir / file)
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_an_untied_head_is_its_own_tensor(tiny_model_dir: Path) -> None:
+    language = adapter_for(tiny_model_dir).load_language(torch.float32, CPU)
+    assert not torch.equal(language.head, language.model.embed_tokens.weight)
+
+
+def test_a_tied_head_is_the_embedding_table_and_counts_once(model_dir: Path, stock: Any) -> None:
+    def tie(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+
+    change_json(model_dir / "config.json", tie)
+    change_tensors(model_dir, lambda tensors: {n: t for n, t in tensors.items() if n != "lm_head.weight"})
+    language: Any = adapter_for(model_dir).load_language(torch.float32, CPU)
+    assert language.head.data_ptr() == language.model.embed_tokens.weight.data_ptr()
+    assert language.num_parameters == count_parameters(stock.model.language_model)
+
+
+# --- what stops the start ---------------------------------------------------------------------------------------------
+
+
+def refusal(model_dir: Path) -> str:
+    with pytest.raises(StartupError) as caught:
+        load_both(model_dir)
+    assert str(model_dir.parent) not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "visual.blocks.0.norm1.weight", "lm_head.weight"],
+)
+def test_a_missing_tensor_is_named(model_dir: Path, name: str) -> None:
+    change_tensors(model_dir, lambda tensors: {n: t for n, t in tensors.items() if n != name})
+    assert name.removeprefix("model.").removeprefix("visual.") in refusal(model_dir)
+
+
+@pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "visual.blocks.0.extra"])
+def test_an_unexpected_tensor_is_named(model_dir: Path, name: str) -> None:
+    change_tensors(model_dir, lambda tensors: {**tensors, name: torch.zeros(1)})
+    assert name in refusal(model_dir)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "visual.merger.mlp.0.weight", "lm_head.weight"])
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(model_dir: Path, name: str) -> None:
+    shape = load_file(model_dir / "model.safetensors")[name].shape
+    change_tensors(model_dir, lambda tensors: {**tensors, name: torch.zeros(3, 2)})
+    message = refusal(model_dir)
+    assert name in message
+    assert "(3, 2)" in message
+    assert str(tuple(shape)) in message
+
+
+@pytest.mark.parametrize("part", ["model.", "visual."])
+def test_a_checkpoint_of_one_half_only_is_refused(model_dir: Path, part: str) -> None:
+    change_tensors(model_dir, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith(part)})
+    assert "lacks the tensor" in refusal(model_dir)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"],
+)
+@pytest.mark.parametrize("value", [None, "many", 0])
+def test_a_field_of_the_language_config_that_is_missing_or_no_number_is_named(
+    model_dir: Path, field: str, value: object
+) -> None:
+    def spoil(config: dict[str, Any]) -> None:
+        del config["text_config"][field]
+        if value is not None:
+            config["text_config"][field] = value
+
+    change_json(model_dir / "config.json", spoil)
+    message = refusal(model_dir)
+    assert field in message
+    assert "config.json" in message
+
+
+def test_a_missing_image_token_is_named(model_dir: Path) -> None:
+    change_json(model_dir / "config.json", lambda config: config.pop("image_token_id"))
+    assert "image_token_id" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("field", ["patch_size", "merge_size", "size"])
+def test_a_missing_field_of_the_processor_is_named(model_dir: Path, field: str) -> None:
+    change_json(model_dir / "preprocessor_config.json", lambda config: config.pop(field))
+    message = refusal(model_dir)
+    assert (field if field != "size" else "shortest_edge") in message
+    assert "preprocessor_config.json" in message
+
+
+def test_bounds_in_pixels_may_stand_beside_the_size(model_dir: Path) -> None:
+    def older(config: dict[str, Any]) -> None:
+        del config["size"]
+        config |= {"min_pixels": 3136, "max_pixels": 50176}
+
+    change_json(model_dir / "preprocessor_config.json", older)
+    adapter: Any = adapter_for(model_dir)
+    assert (adapter.min_pixels, adapter.max_pixels) == (3136, 50176)
+
+
+def test_another_architecture_is_refused_with_the_list_of_those_that_can_be_served(model_dir: Path) -> None:
+    change_json(model_dir / "config.json", lambda config: config.update(architectures=["LlamaForCausalLM"]))
+    message = refusal(model_dir)
+    assert "LlamaForCausalLM" in message
+    assert supported_architectures() == ("Qwen2_5_VLForConditionalGeneration",)
+    assert all(name in message for name in supported_architectures())
+
+
+def test_a_config_that_names_no_architecture_is_refused(model_dir: Path) -> None:
+    change_json(model_dir / "config.json", lambda config: config.pop("architectures"))
+    assert "supported: " in refusal(model_dir)
+
+
+def test_sliding_window_attention_is_refused(model_dir: Path) -> None:
+    change_json(model_dir / "config.json", lambda config: config["text_config"].update(use_sliding_window=True))
+    assert "sliding windows" in refusal(model_dir)
+
+
+def test_a_vocabulary_that_reaches_into_the_sentinels_is_refused(model_dir: Path) -> None:
+    change_json(model_dir / "config.json", lambda config: config["text_config"].update(vocab_size=1_000_001))
+    assert "1000001" in refusal(model_dir)
+
+
+def test_a_checkpoint_without_safetensors_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    assert "safetensors" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_missing_or_damaged_json_file_is_named(model_dir: Path, file: str, content: str | None) -> None:
+    (model_dir / file).unlink()
+    if content is not None:
+        (model_dir / file).write_text(content)
+    assert file in refusal(model_dir)
+
+
+def test_a_weights_file_cut_short_is_named(model_dir: Path) -> None:
+    whole = (model_dir / "model.safetensors").read_bytes()
+    (model_dir / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "model.safetensors" in refusal(model_dir)
+
+
+def test_a_missing_shard_is_named(model_dir: Path) -> None:
+    shard(model_dir)
+    (model_dir / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": 3}'])
+def test_a_damaged_list_of_shards_is_named(model_dir: Path, content: str) -> None:
+    (model_dir / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refusal(model_dir)
+
+
+# --- fingerprint ------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(model_dir: Path) -> bytes:
+    adapter: Adapter = adapter_for(model_dir)
+    return adapter.fingerprint
+
+
+def test_copies_of_a_checkpoint_have_one_fingerprint(tiny_model_dir: Path, model_dir: Path) -> None:
+    assert fingerprint(tiny_model_dir) == fingerprint(model_dir)
+    assert len(fingerprint(model_dir)) == 32
+
+
+def test_a_single_changed_weight_changes_the_fingerprint(tiny_model_dir: Path, model_dir: Path) -> None:
+    def nudge(tensors: Tensors) -> Tensors:
+        tensors["model.norm.weight"][5] += 1e-3
+        return tensors
+
+    change_tensors(model_dir, nudge)
+    assert fingerprint(tiny_model_dir) != fingerprint(model_dir)
+
+
+def test_a_changed_config_changes_the_fingerprint_and_its_order_does_not(tiny_model_dir: Path, model_dir: Path) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert fingerprint(tiny_model_dir) == fingerprint(model_dir)
+    change_json(path, lambda config: config["text_config"].update(rms_norm_eps=1e-5))
+    assert fingerprint(tiny_model_dir) != fingerprint(model_dir)
