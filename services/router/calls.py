@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,18 @@ from triptych.core.timeline import TimelineEvent
 from triptych.core.worker import WorkerInfo
 from triptych.rpc import client, convert
 from triptych.rpc.client import ChannelPool
-from triptych.rpc.errors import error_from_rpc
+from triptych.rpc.errors import ERROR_METADATA_KEY, error_from_rpc
 from triptych.wire.v1 import common_pb2, decode_pb2, encoder_pb2, prefill_pb2
 
 CHUNK_BYTES = 2**20
 MAX_TIMELINE_EVENTS = 10_000
 
+# What gRPC calls a connection that was reset under a call. A worker that fails by itself sends its error along.
+_BROKEN_OFF = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE})
+
 Value = TypeVar("Value")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +211,18 @@ def _distrusted() -> Iterator[None]:
 
 def _peer_error(error: grpc.aio.AioRpcError) -> TriptychError:
     """The worker's error; trouble between us and the worker is not the caller's to mend."""
+    if error.code() in _BROKEN_OFF and not _has_detail(error):
+        _log.info("a call broke off", extra={"status": error.code().name, "reason": error.details()})
+        return PeerLost("the connection to a worker was lost")
     found = error_from_rpc(error)
     if isinstance(found, (Unauthenticated, StartupError)):
         return TriptychError("a worker refused the router; its log has the reason")
     return found
+
+
+def _has_detail(error: grpc.aio.AioRpcError) -> bool:
+    metadata: Any = error.trailing_metadata()
+    return any(entry[0] == ERROR_METADATA_KEY for entry in metadata or ())
 
 
 def _decode_event(message: decode_pb2.GenerateResponse) -> DecodeEvent:

@@ -237,6 +237,15 @@ async def test_a_lost_prefill_worker_is_replaced_by_another(error: TriptychError
         assert workers[Role.PREFILL] == [tries[1][1]]
 
 
+async def test_a_call_that_breaks_off_without_a_word_is_a_loss() -> None:
+    async def break_off(call: Call) -> AsyncIterator[Any]:
+        raise RuntimeError("gRPC makes this UNKNOWN, as it does of some resets")
+        yield
+
+    async with running(script=Script(prefill=once(break_off, fake.prefill_well))) as (_, pipeline):
+        assert await ask(pipeline, plan_of()) == expected(5)
+
+
 async def test_there_is_one_retry() -> None:
     script = Script(prefill=lambda call: fake.failing(PeerLost("gone")))
     async with running(script=script) as (cluster, pipeline):
