@@ -22,7 +22,7 @@ from services.router.planner import Planner
 from services.router.responses import Envelope
 from services.router.stopwatch import Stopwatch
 from triptych.core.clock import Clock
-from triptych.core.errors import InvalidRequest, ModelNotFound
+from triptych.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from triptych.core.plan import Modality, Plan
 from triptych.core.timeline import Timeline
 from triptych.obs import metrics
@@ -60,7 +60,15 @@ class ChatService:
     context_tokens: Callable[[], int]
 
     async def answer(self, request: Request) -> ChatAnswer:
-        """Raises a RequestError for whatever is wrong with the request."""
+        """Raises a RequestError for what is wrong with the request, DeadlineExceeded when it took too long to arrive."""
+        limit_s = self.limits.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._prepare(request, asyncio.get_running_loop().time() + limit_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the request was not complete within {limit_s:g} s") from None
+
+    async def _prepare(self, request: Request, deadline_s: float) -> ChatAnswer:
         request_id: str = request.state.request_id
         timeline = Timeline("router", WORKER_ID, self.clock)
         stopwatch = Stopwatch(timeline)
@@ -69,7 +77,7 @@ class ChatService:
             self._check(chat, request_id)
             media = await self.reader.read_all(chat.media)
         with timeline.span("plan"):
-            plan = await self._plan(chat, media)
+            plan = await self._plan(chat, media, deadline_s)
         metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
         job = ChatJob(
             request_id=request_id,
@@ -96,7 +104,8 @@ class ChatService:
         metrics.FALLBACKS.labels("ignored_parameter").inc()
         for_request(_log, request_id).info("parameters were ignored", extra={"parameters": names})
 
-    async def _plan(self, chat: ChatRequest, media: Sequence[Media]) -> Plan:
-        return await asyncio.get_running_loop().run_in_executor(
-            self.executor, self.planner.plan, chat, media, self.context_tokens(), self.limits.request_timeout_s
+    async def _plan(self, chat: ChatRequest, media: Sequence[Media], deadline_s: float) -> Plan:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self.executor, self.planner.plan, chat, media, self.context_tokens(), deadline_s - loop.time()
         )

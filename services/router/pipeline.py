@@ -171,7 +171,7 @@ def _checked(answer: Answer, reason: FinishReason) -> FinishReason:
 
 
 def _out_of_time(answer: Answer) -> TriptychError:
-    limit = f"{answer.plan.timeout_s:g} s"
+    limit = f"{answer.plan.timeout_s:.3g} s"
     if Role.DECODE not in answer.progress.workers:
         return NoRoom(f"no room came free within the request's {limit}; try again later")
     return DeadlineExceeded(f"the answer was not complete within the request's {limit}")
