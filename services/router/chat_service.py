@@ -60,7 +60,7 @@ class ChatService:
     context_tokens: Callable[[], int]
 
     async def answer(self, request: Request) -> ChatAnswer:
-        """Raises a RequestError for what is wrong with the request, DeadlineExceeded when it took too long to arrive."""
+        """Raises a RequestError for what is wrong with the request, DeadlineExceeded if it arrives too slowly."""
         limit_s = self.limits.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
