@@ -34,7 +34,7 @@ def decode_picture(media: bytes, max_pixels: int) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB":
+    if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):
         return _scale_deep_grey(image)
