@@ -1,0 +1,234 @@
+"""Landing slots: who may write, and when bytes may be used again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from triptych.core.errors import StaleAttempt, TransferRefused
+from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.engine.landing import LandingTable
+from triptych.transport.slots import Slot, SlotAllocator
+
+REF, OTHER_REF = AttemptRef("req-1"), AttemptRef("req-2")
+WRITER, OTHER = WorkerRef("encoder-0", 1), WorkerRef("encoder-1", 2)
+REBORN = WorkerRef("encoder-0", 99)
+
+
+class Arena:
+    def __init__(self, capacity: int = 1024) -> None:
+        self.book = SlotAllocator(capacity)
+        self.table = LandingTable(self.book)
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.table) == 0 and self.book.free_bytes == self.book.capacity_bytes
+
+    def handed(self, ref: AttemptRef = REF, index: int = 0, writer: WorkerRef = WRITER) -> Slot:
+        if (ref, index) not in self.table._living:
+            assert self.table.try_reserve(ref, {index: 64})
+        return self.table.hand(ref, index, writer)
+
+    def check(self, slot: Slot, ref: AttemptRef = REF, index: int = 0, writer: WorkerRef = WRITER) -> Slot:
+        return self.table.check(ref, index, writer, slot.slot_id, slot.generation, slot.capability)
+
+
+def test_a_reservation_is_for_all_items_or_none() -> None:
+    arena = Arena(256)
+    assert not arena.table.try_reserve(REF, {0: 64, 1: 128, 2: 128})
+    assert arena.is_empty
+    assert arena.table.try_reserve(REF, {0: 64, 2: 128})
+    assert len(arena.table) == 2
+
+
+def test_no_items_need_no_room() -> None:
+    arena = Arena(64)
+    arena.handed()
+    assert arena.table.try_reserve(OTHER_REF, {})
+
+
+def test_a_slot_lives_from_reservation_to_consumption() -> None:
+    arena = Arena()
+    slot = arena.handed()
+    assert arena.check(slot) == slot
+    arena.table.landed(REF, 0)
+    assert arena.book.owned_bytes == 64
+    arena.table.consumed(REF, 0)
+    assert arena.is_empty
+
+
+def test_an_item_is_handed_to_one_encoder_only() -> None:
+    arena = Arena()
+    arena.handed()
+    for writer in (WRITER, OTHER):
+        with pytest.raises(TransferRefused):
+            arena.table.hand(REF, 0, writer)
+    arena.table.landed(REF, 0)
+    with pytest.raises(TransferRefused):
+        arena.table.hand(REF, 0, OTHER)
+
+
+@pytest.mark.parametrize(("ref", "index"), [(REF, 1), (OTHER_REF, 0), (AttemptRef("req-1", 0, 1), 0)])
+def test_there_is_no_slot_for_another_item_or_attempt(ref: AttemptRef, index: int) -> None:
+    arena = Arena()
+    slot = arena.handed()
+    with pytest.raises(StaleAttempt):
+        arena.table.hand(ref, index, WRITER)
+    with pytest.raises(StaleAttempt):
+        arena.check(slot, ref, index)
+
+
+def test_a_commit_must_show_everything_and_a_refused_one_changes_nothing() -> None:
+    arena = Arena()
+    slot = arena.handed()
+    wrong = [
+        (WRITER, slot.slot_id + 1, slot.generation, slot.capability),
+        (WRITER, slot.slot_id, slot.generation + 1, slot.capability),
+        (WRITER, slot.slot_id, slot.generation, bytes(16)),
+        (WRITER, slot.slot_id, slot.generation, slot.capability[:8]),
+        (OTHER, slot.slot_id, slot.generation, slot.capability),
+        (REBORN, slot.slot_id, slot.generation, slot.capability),
+    ]
+    for arguments in wrong:
+        with pytest.raises(TransferRefused):
+            arena.table.check(REF, 0, *arguments)
+    assert arena.check(slot) == slot
+
+
+def test_a_commit_before_the_slot_was_handed_or_after_it_landed_is_refused() -> None:
+    arena = Arena()
+    arena.table.try_reserve(REF, {0: 64})
+    slot = arena.table._living[REF, 0].slot
+    with pytest.raises(TransferRefused):
+        arena.check(slot)
+    arena.handed()
+    arena.table.landed(REF, 0)
+    with pytest.raises(TransferRefused):
+        arena.check(slot)
+
+
+def test_an_abandoned_slot_nobody_writes_to_is_free_at_once() -> None:
+    arena = Arena()
+    arena.table.try_reserve(REF, {0: 64, 1: 64})
+    arena.handed(REF, 1)
+    arena.table.landed(REF, 1)
+    arena.table.abandon(REF)
+    assert arena.is_empty
+
+
+def test_an_abandoned_slot_that_an_encoder_may_write_to_is_quarantined() -> None:
+    arena = Arena()
+    slot = arena.handed()
+    arena.table.abandon(REF)
+    arena.table.abandon(REF)
+    assert arena.book.quarantined_bytes == 64
+    with pytest.raises(StaleAttempt):
+        arena.check(slot)
+    with pytest.raises(StaleAttempt):
+        arena.table.hand(REF, 0, OTHER)
+
+
+@pytest.mark.parametrize("ref", [REF, None])
+def test_quarantine_ends_when_the_writer_has_finished_or_is_lost(ref: AttemptRef | None) -> None:
+    arena = Arena()
+    arena.handed()
+    arena.table.abandon(REF)
+    assert arena.table.writer_finished(OTHER, ref) == []
+    assert arena.table.writer_finished(REBORN, ref) == []
+    assert arena.table.writer_finished(WRITER, OTHER_REF) == []
+    assert arena.book.quarantined_bytes == 64
+    assert arena.table.writer_finished(WRITER, ref) == []
+    assert arena.is_empty
+
+
+def test_a_commit_after_the_end_frees_exactly_its_own_slot() -> None:
+    arena = Arena()
+    arena.table.try_reserve(REF, {0: 64, 1: 64})
+    for index in (0, 1):
+        arena.handed(REF, index)
+    arena.table.abandon(REF)
+    arena.table.writer_done_with(OTHER, REF, 0)
+    arena.table.writer_done_with(WRITER, OTHER_REF, 0)
+    assert arena.book.quarantined_bytes == 128
+    arena.table.writer_done_with(WRITER, REF, 0)
+    arena.table.writer_done_with(WRITER, REF, 0)
+    assert arena.book.quarantined_bytes == 64
+    assert len(arena.table) == 1
+
+
+def test_a_refused_commit_of_a_living_slot_frees_nothing() -> None:
+    arena = Arena()
+    slot = arena.handed()
+    arena.table.writer_done_with(WRITER, REF, 0)
+    assert arena.check(slot) == slot
+
+
+def test_what_a_lost_encoder_owed_is_named_and_may_be_handed_out_again() -> None:
+    arena = Arena(4096)
+    for index in range(3):
+        arena.handed(REF, index)
+    arena.table.landed(REF, 1)
+    arena.handed(OTHER_REF, 0, OTHER)
+    arena.handed(AttemptRef("req-3"), 5)
+    assert set(arena.table.writer_finished(WRITER, None)) == {(REF, 0), (REF, 2), (AttemptRef("req-3"), 5)}
+    slot = arena.table.hand(REF, 0, OTHER)
+    assert arena.check(slot, writer=OTHER) == slot
+    with pytest.raises(TransferRefused):
+        arena.check(slot, writer=WRITER)
+
+
+def test_a_late_commit_of_the_one_who_gave_up_does_not_pass_for_the_new_writers() -> None:
+    arena = Arena()
+    slot = arena.handed()
+    arena.table.writer_finished(WRITER, REF)
+    with pytest.raises(TransferRefused):
+        arena.check(slot)
+    arena.handed(writer=OTHER)
+    with pytest.raises(TransferRefused):
+        arena.check(slot, writer=WRITER)
+
+
+def test_bytes_are_in_one_hand_whatever_happens(seed: int) -> None:
+    """A random life of many attempts: nothing leaks, nothing overlaps, all is free in the end."""
+    rng = random.Random(seed)
+    arena = Arena(2048)
+    alive: dict[AttemptRef, int] = {}
+    writers = (WRITER, OTHER)
+    for turn in range(3_000):
+        ref = rng.choice([*alive, AttemptRef(f"req-{turn}")])
+        index = rng.randrange(max(alive.get(ref, 1), 1))
+        try:
+            match rng.randrange(7):
+                case 0 if ref not in alive:
+                    count = rng.randint(1, 4)
+                    if arena.table.try_reserve(ref, {i: rng.randint(1, 200) for i in range(count)}):
+                        alive[ref] = count
+                case 1 | 2:
+                    arena.table.hand(ref, index, rng.choice(writers))
+                case 3:
+                    landing = arena.table._find(ref, index)
+                    arena.check(landing.slot, ref, index, rng.choice(writers))
+                    arena.table.landed(ref, index)
+                case 4:
+                    arena.table.writer_finished(rng.choice(writers), rng.choice([ref, None]))
+                case 5 if rng.random() < 0.3:
+                    arena.table.abandon(ref)
+                    alive.pop(ref, None)
+                case 6:
+                    arena.table.writer_done_with(rng.choice(writers), ref, index)
+        except (StaleAttempt, TransferRefused):
+            pass
+        total = arena.book.free_bytes + arena.book.owned_bytes + arena.book.quarantined_bytes
+        assert total == arena.book.capacity_bytes
+        spans = sorted(
+            (held.slot.offset, held.slot.offset + held.slot.num_bytes)
+            for held in [*arena.table._living.values(), *arena.table._quarantined.values()]
+        )
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    for ref in list(alive):
+        arena.table.abandon(ref)
+    for writer in writers:
+        arena.table.writer_finished(writer, None)
+    assert arena.is_empty
