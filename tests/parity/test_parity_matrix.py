@@ -23,7 +23,12 @@ from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster, 
 
 FAMILIES = 2
 CHUNKS = (48, 512)
-PAGE_TOKENS = 16
+SAMPLE_BYTES = 32 << 20
+ROOMY_BYTES = 256 << 20
+"""Holds all 200 prompts of either model, so that a warm cell is warm."""
+
+TIGHT_BYTES = 800_000
+"""About 65 pages of the tiny model: three or four prompts at a time, and hardly anything stays cached."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,12 @@ async def test_parity_matrix(
     for prompt in prompts:
         reference.generate(prompt)  # before any clock of the cluster runs
     async with InProcessCluster(
-        model_dirs[model], topology, chunk_tokens=chunk_tokens, capture_logits=True, dtype="float32"
+        model_dirs[model],
+        topology,
+        chunk_tokens=chunk_tokens,
+        capture_logits=True,
+        dtype="float32",
+        kv_pool_bytes=ROOMY_BYTES if extent.is_full else SAMPLE_BYTES,
     ) as cluster:
         for heat in ("cold", "warm"):
             rng.shuffle(prompts)
@@ -67,6 +77,25 @@ async def test_parity_matrix(
             if heat == "warm":
                 assert facts["prompts_with_cached_tokens"] == len(prompts)
         cluster.check_integrity()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("topology", ["mono", "e-p-d"])
+async def test_parity_in_a_tight_pool(
+    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], extent: Extent, topology: Topology
+) -> None:
+    """Eviction, waiting for room and pages that change hands all the time change no answer."""
+    prompts = extent.prompts(3)[:40]
+    for prompt in prompts:
+        references["tiny"].generate(prompt)
+    async with InProcessCluster(
+        model_dirs["tiny"], topology, chunk_tokens=48, capture_logits=True, kv_pool_bytes=TIGHT_BYTES
+    ) as cluster:
+        results = await cluster.generate_many([request_of(prompt) for prompt in prompts * 2], concurrency=8)
+        total = judged(references["tiny"], prompts * 2, results)
+        cluster.check_integrity()
+    print(f"tight {topology}: {total} {cache_facts(results)}")
+    assert total.is_exact, total
 
 
 def request_of(prompt: Prompt) -> ChatRequest:
