@@ -221,9 +221,10 @@ def draw(scene: Scene) -> Image.Image:
     return _with_noise(canvas.reduce(2), scene.noise_sigma, scene.noise_seed)
 
 
-def noise_picture(seed: int) -> Image.Image:
-    """A picture that says nothing: independent pixels, of a size that does not depend on any scene."""
-    width, height = _pick_size(random.Random(seed), pick_grid(random.Random(seed + 1)))
+def noise_picture(seed: int, grid: Grid | None = None) -> Image.Image:
+    """A picture that says nothing: independent pixels; without `grid`, of a size that depends on the seed alone."""
+    rng = random.Random(seed)
+    width, height = _pick_size(rng, grid or pick_grid(rng))
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels, "RGB")
 
