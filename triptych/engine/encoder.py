@@ -54,6 +54,8 @@ class EncodeEngine:
         self._inbox: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._backlog: list[_Waiting] = []
         self._stopping = False
+        self._gate = threading.Lock()
+        self._has_ended = False
         self._beat_ns = clock.monotonic_ns()
         self._thread = threading.Thread(target=self._loop, name="encoder-engine", daemon=True)
 
@@ -65,10 +67,15 @@ class EncodeEngine:
         self._thread.join(timeout_s)
 
     def submit(self, pixels: torch.Tensor, grid: Grid) -> Future[Encoded]:
-        """One picture's patches (patches, elements); cancel the future to drop it while it waits."""
-        future: Future[Encoded] = Future()
-        self._inbox.put(_Waiting(pixels, grid, future))
-        return future
+        """One picture's patches (patches, elements); cancel the future to drop it while it waits. Aborted when the
+        engine has stopped."""
+        waiting = _Waiting(pixels, grid, Future())
+        with self._gate:
+            if not self._has_ended:
+                self._inbox.put(waiting)
+                return waiting.future
+        _refuse(waiting)
+        return waiting.future
 
     def is_progressing(self) -> bool:
         return self._thread.is_alive() and self._clock.monotonic_ns() - self._beat_ns < STUCK_AFTER_S * 1e9
@@ -81,8 +88,17 @@ class EncodeEngine:
             count = plan_batch([waiting.patches for waiting in self._backlog], self._max_patches, self._max_items)
             batch, self._backlog = self._backlog[:count], self._backlog[count:]
             self._run([waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()])
+        self._end()
+
+    def _end(self) -> None:
+        """Nobody waits for ever: what came until now is refused, and so is what comes later."""
+        with self._gate:
+            self._has_ended = True
+        while not self._inbox.empty():
+            entry = self._inbox.get_nowait()
+            self._backlog += [entry] if entry is not None else []
         for waiting in self._backlog:
-            waiting.future.set_exception(Aborted("the encoder is shutting down"))
+            _refuse(waiting)
 
     def _drain(self) -> None:
         try:
@@ -115,3 +131,8 @@ class EncodeEngine:
         metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in hosted))
         for waiting, rows in zip(batch, hosted, strict=True):
             waiting.future.set_result(Encoded(rows.clone(), start_ns, end_ns))
+
+
+def _refuse(waiting: _Waiting) -> None:
+    if waiting.future.set_running_or_notify_cancel():
+        waiting.future.set_exception(Aborted("the encoder is shutting down"))

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from triptych.core.clock import Clock
-from triptych.core.errors import Aborted, NoRoom, RequestTooLarge, TriptychError
+from triptych.core.errors import Aborted, NoRoom, RequestTooLarge, StaleAttempt, TriptychError
 from triptych.core.ids import AttemptRef
 from triptych.core.lifecycle import Phase, advance
 from triptych.core.plan import EmbeddingSource, FinishReason, Token
@@ -39,6 +39,11 @@ T = TypeVar("T")
 IDLE_WAIT_S = 0.2
 STUCK_AFTER_S = 30.0
 MAX_FAILED_TURNS = 3
+INTERNAL_ERROR = "the worker met an internal error"
+
+
+class StepFailed(Exception):
+    """A step met a bug. The sequences in it have failed; the others go on."""
 
 
 class LogitsObserver(Protocol):
@@ -83,6 +88,8 @@ class LanguageEngine:
         self._living: dict[AttemptRef, Sequence] = {}
         self._running: list[Sequence] = []
         self._stopping = False
+        self._gate = threading.Lock()
+        self._has_ended = False
         self._num_failed_turns = 0
         self._beat_ns = clock.monotonic_ns()
         self._thread = threading.Thread(target=self._loop, name=f"{stage}-engine", daemon=True)
@@ -97,12 +104,15 @@ class LanguageEngine:
         self.post(self._stop)
         self._thread.join(timeout_s)
 
-    def post(self, action: Callable[[], None]) -> None:
-        """Runs `action` on the engine's thread, between steps."""
-        self._inbox.put(action)
+    def post(self, action: Callable[[], None]) -> bool:
+        """Runs `action` on the engine's thread, between steps; False when the engine has stopped."""
+        with self._gate:
+            if not self._has_ended:
+                self._inbox.put(action)
+            return not self._has_ended
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Like `post`, with its result or error."""
+        """Like `post`, with its result or error; Aborted when the engine has stopped."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -113,7 +123,8 @@ class LanguageEngine:
             except BaseException as error:
                 future.set_exception(error)
 
-        self.post(run)
+        if not self.post(run):
+            future.set_exception(Aborted("the worker is shutting down"))
         return future
 
     @property
@@ -132,6 +143,8 @@ class LanguageEngine:
         """A prompt that waits for its reservation. One that no empty worker could hold fails at once."""
         sequence.queued_ns = self._clock.monotonic_ns()
         try:
+            if sequence.ref in self._living:
+                raise StaleAttempt("this attempt is already under way")
             self._check_fits(sequence)
             if len(self._waiting) >= self.limits.max_waiting:
                 raise NoRoom("the prefill worker's queue is full right now")
@@ -200,11 +213,25 @@ class LanguageEngine:
             try:
                 self._turn()
                 self._num_failed_turns = 0
+            except StepFailed:
+                self._num_failed_turns += 1
             except Exception:
                 self._num_failed_turns += 1
                 log.exception("an engine turn failed")
                 for sequence in list(self._living.values()):
-                    self.abort(sequence.ref, TriptychError("the worker met an internal error"))
+                    self.abort(sequence.ref, TriptychError(INTERNAL_ERROR))
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing is taken in any more; what was posted until now still runs, so that nobody waits for ever."""
+        with self._gate:
+            self._has_ended = True
+        while not self._inbox.empty():
+            try:
+                self._inbox.get_nowait()()
+            except Exception:
+                log.exception("an action failed while the engine was stopping")
+        self._stop()
 
     def _turn(self) -> None:
         self._admit()
@@ -263,6 +290,11 @@ class LanguageEngine:
             for sequence in sequences:
                 self.abort(sequence.ref, error)
             return
+        except Exception as error:
+            log.exception("an engine step failed")
+            for sequence in sequences:
+                self.abort(sequence.ref, TriptychError(INTERNAL_ERROR))
+            raise StepFailed from error
         row = 0
         for sequence, piece, token_id in zip(sequences, planned, output.token_ids, strict=True):
             if token_id is not None and output.logits is not None:

@@ -16,6 +16,12 @@ class AttemptFence:
     def __init__(self) -> None:
         self._newest: OrderedDict[tuple[str, int], int] = OrderedDict()
 
+    def enter_once(self, ref: AttemptRef) -> None:
+        """For calls that an attempt makes once: raises StaleAttempt also when this very attempt has been seen."""
+        if self._newest.get(ref.sequence_key) == ref.attempt:
+            raise StaleAttempt("this attempt is already under way")
+        self.enter(ref)
+
     def enter(self, ref: AttemptRef) -> None:
         """Raises StaleAttempt when a newer attempt has been seen."""
         newest = self._newest.get(ref.sequence_key, -1)

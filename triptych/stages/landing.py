@@ -41,6 +41,7 @@ class EmbeddingLanding:
         self._arena = arena
         self._dtype = dtype
         self._admissions: dict[AttemptRef, asyncio.Future[None]] = {}
+        self._waiters: dict[AttemptRef, int] = {}
         self._expected: set[AttemptRef] = set()
         self._ended: dict[AttemptRef, None] = {}
 
@@ -98,7 +99,12 @@ class EmbeddingLanding:
                 raise TransferRefused("the commit has another length than the slot")
             view = self._arena.buffer[slot.offset : slot.offset + num_bytes]
             await _check_bytes(view, checksum)
-            await on_engine(engine.call(partial(self._land, ref, item_index, view, source)))
+
+            def land() -> None:
+                check()  # the slot may have changed hands while its bytes were being checked
+                self._land(ref, item_index, view, source)
+
+            await on_engine(engine.call(land))
         except TriptychError:
             engine.post(partial(engine.landing.writer_done_with, peer, ref, item_index))
             raise
@@ -112,14 +118,26 @@ class EmbeddingLanding:
     async def _wait_admitted(self, ref: AttemptRef) -> None:
         """Until the plan has its reservation. The sender's own deadline bounds the wait; a plan that does not even come
         is given up here."""
-        while True:
-            try:
-                async with asyncio.timeout(PLAN_WAIT_S):
-                    return await asyncio.shield(self._admission(ref))
-            except TimeoutError:
-                if ref not in self._expected:
-                    self._admissions.pop(ref, None)
-                    raise DeadlineExceeded("prefill was never told of this request") from None
+        admission = self._admission(ref)
+        self._waiters[ref] = self._waiters.get(ref, 0) + 1
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(PLAN_WAIT_S):
+                        return await asyncio.shield(admission)
+                except TimeoutError:
+                    if ref not in self._expected:
+                        raise DeadlineExceeded("prefill was never told of this request") from None
+        finally:
+            self._leave(ref)
+
+    def _leave(self, ref: AttemptRef) -> None:
+        """The last one who waited for a plan that has not come takes its entry along."""
+        self._waiters[ref] -= 1
+        if self._waiters[ref] == 0:
+            del self._waiters[ref]
+            if ref not in self._expected:
+                self._admissions.pop(ref, None)
 
     def _admission(self, ref: AttemptRef) -> asyncio.Future[None]:
         future = self._admissions.get(ref)

@@ -95,7 +95,7 @@ class PrefillStage(prefill_pb2_grpc.PrefillServicer):
             ref, plan = convert.ref_from_proto(request.ref), convert.plan_from_proto(request.plan)
             grant = convert.grant_from_proto(request.grant)
             check_plan(plan, self._parts.adapter)
-            self._fence.enter(ref)
+            self._fence.enter_once(ref)
             run = _PrefillRun(self._parts, ref, plan, grant)
             try:
                 async with asyncio.timeout(plan.timeout_s):
