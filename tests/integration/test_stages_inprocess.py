@@ -1,0 +1,389 @@
+"""The real stages in one process, over real gRPC and shared memory: load, caches, cancellations and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from services.router import calls
+from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
+from tests.parity.prompts import draw_picture
+from triptych.core.errors import DeadlineExceeded, MediaInvalid, MediaMismatch, StaleAttempt, TriptychError
+from triptych.core.ids import AttemptRef, new_request_id
+from triptych.core.plan import EmbeddingSource, Plan
+from triptych.core.timeline import TimelineEvent
+from triptych.core.worker import Role, WorkerInfo
+from triptych.engine.loop import LanguageEngine
+from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MAX_TOKENS = 6
+SMALL_POOL = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    base = Path(os.environ.get("DEMO_MODEL_DIR") or DEMO_DIR)
+    return make_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny-qwen2-5-vl"), DEFAULT_SEED, base)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model_dir: Path) -> AsyncIterator[InProcessCluster]:
+    async with InProcessCluster(model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def epd(shared: InProcessCluster) -> InProcessCluster:
+    """One worker of each kind, with empty caches."""
+    shared.clear_caches()
+    return shared
+
+
+def picture(seed: int, size: tuple[int, int] = (84, 56)) -> bytes:
+    return draw_picture(seed, size)
+
+
+def asked(text: str, *media: bytes, max_tokens: int = MAX_TOKENS) -> ChatRequest:
+    parts = [*({"type": "image"} for _ in media), {"type": "text", "text": text}]
+    return ChatRequest([{"role": "user", "content": parts}], media, max_tokens)
+
+
+def mixed_load(seed: int, count: int) -> list[ChatRequest]:
+    """Text only, one picture, several, repeats of both."""
+    rng = random.Random(seed)
+    pictures = [picture(number, (28 * rng.randint(2, 5), 28 * rng.randint(2, 5))) for number in range(6)]
+    return [
+        asked(f"question {rng.randrange(8)}", *rng.choices(pictures, k=rng.choice([0, 1, 1, 2, 3])))
+        for _ in range(count)
+    ]
+
+
+def engines(cluster: InProcessCluster) -> list[LanguageEngine]:
+    return [worker.language_engine for worker in cluster.workers if worker.language_engine is not None]
+
+
+def events(result: ChatResult, name: str) -> list[TimelineEvent]:
+    return [event for event in result.timeline if event.event == name]
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 8.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        await asyncio.sleep(0.02)
+
+
+def leftovers(cluster: InProcessCluster) -> list[str]:
+    """What any worker still holds for a request."""
+    found = []
+    for worker, engine in ((w, w.language_engine) for w in cluster.workers if w.language_engine is not None):
+        counts = engine.call(engine.manager.counts).result(5)
+        held = {state: counts[state] for state in ("owned", "leased", "quarantined") if counts[state]}
+        credited = engine.call(lambda m=engine.manager: m._num_credited).result(5)
+        slots = engine.call(lambda e=engine: len(e.landing)).result(5)
+        living = engine.call(lambda e=engine: len(e._living) + len(e._running) + e.num_waiting).result(5)
+        locked = engine.call(lambda m=engine.manager: sum(node.locks for node in m.tree.nodes())).result(5)
+        if held or credited or slots or living or locked:
+            found.append(f"{worker.ref.worker_id}: {held} {credited=} {slots=} {living=} {locked=}")
+    return found
+
+
+async def all_is_given_back(cluster: InProcessCluster) -> None:
+    """Pages free or cached, no slot, no grant, within a few seconds."""
+    deadline = time.monotonic() + 8
+    while left := await asyncio.to_thread(leftovers, cluster):
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.05)
+    await asyncio.to_thread(cluster.check_integrity)
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["e-p-d", "mono"])
+async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
+    model_dir: Path, topology: str, seed: int
+) -> None:
+    requests = mixed_load(seed, 24)
+    async with InProcessCluster(
+        model_dir,
+        topology,
+        chunk_tokens=48,
+        kv_pool_bytes=SMALL_POOL,  # type: ignore[arg-type]
+    ) as cluster:
+        together = await cluster.generate_many(requests, concurrency=8)
+        cluster.clear_caches()
+        alone = await cluster.generate_many(requests)
+        await all_is_given_back(cluster)
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    assert len({tuple(result.token_ids) for result in alone}) > len(alone) // 3, "the answers tell requests apart"
+
+
+async def test_fifty_at_once_over_five_pictures_encode_five_times(epd: InProcessCluster) -> None:
+    pictures = [picture(number) for number in range(5)]
+    results = await epd.generate_many([asked(f"q{n}", pictures[n % 5]) for n in range(50)], concurrency=50)
+    assert sum(len(events(result, "encode")) for result in results) == 5
+    assert sum(len(events(result, "fetch")) for result in results) == 5
+    assert sum(len(events(result, "preprocess")) for result in results) == 5
+    by_picture = [{tuple(results[n].token_ids) for n in range(k, 50, 5)} for k in range(5)]
+    assert len(set.union(*by_picture)) > 5
+    await all_is_given_back(epd)
+
+
+async def test_a_repeated_request_moves_no_media_and_encodes_nothing(epd: InProcessCluster) -> None:
+    request = asked("what is this, and what is beside it?", picture(1), picture(2))
+    first, again = await epd.generate(request), await epd.generate(request)
+    assert len(events(first, "fetch")) == len(events(first, "encode")) == 2
+    assert [event.source for event in events(again, "radix_hit")] == [EmbeddingSource.RADIX] * 2
+    assert not [event for event in again.timeline if event.event in ("fetch", "preprocess", "encode", "write")]
+    assert again.token_ids == first.token_ids
+    assert again.cached_tokens > 0 == first.cached_tokens
+
+
+async def test_a_picture_in_another_prompt_comes_from_the_encoders_cache(epd: InProcessCluster) -> None:
+    await epd.generate(asked("one", picture(1)))
+    other = ChatRequest(
+        [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "image"}]}],
+        (picture(1),),
+        MAX_TOKENS,
+    )
+    again = await epd.generate(other)
+    assert len(events(again, "cache_hit")) == 1
+    assert not [event for event in again.timeline if event.event in ("fetch", "preprocess", "encode")]
+    assert [event.source for event in events(again, "write")] == [EmbeddingSource.CACHE]
+    epd.clear_caches()
+    assert (await epd.generate(other)).token_ids == again.token_ids
+
+
+async def test_a_pool_too_small_for_all_serves_them_one_after_another(model_dir: Path) -> None:
+    requests = [asked(f"q{number}", picture(number, (112, 112)), max_tokens=40) for number in range(6)]
+    async with InProcessCluster(model_dir, chunk_tokens=32, kv_pool_bytes=10 * 24576) as cluster:
+        together = await cluster.generate_many(requests, concurrency=6)
+        cluster.clear_caches()
+        alone = await cluster.generate_many(requests)
+        await all_is_given_back(cluster)
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+# --- several workers of a kind ----------------------------------------------------------------------------------------
+
+
+async def test_several_workers_of_every_kind_are_all_used(model_dir: Path, seed: int) -> None:
+    requests = [asked(f"q{number}", picture(number)) for number in range(16)]
+    async with InProcessCluster(
+        model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL, num_encoders=2, num_prefills=2, num_decodes=2
+    ) as cluster:
+        together = await cluster.generate_many(requests, concurrency=8)
+        await all_is_given_back(cluster)
+    used = Counter((event.stage, event.worker_id) for result in together for event in result.timeline)
+    for stage, number in itertools.product(("encoder", "prefill", "decode"), (0, 1)):
+        assert used[stage, f"{stage}-{number}"] > 0
+    async with InProcessCluster(model_dir, "mono", kv_pool_bytes=SMALL_POOL) as mono:
+        alone = await mono.generate_many(requests)
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+# --- cancellation -----------------------------------------------------------------------------------------------------
+
+
+async def cancelled(cluster: InProcessCluster, request: ChatRequest, after_s: float) -> None:
+    """Asks, and leaves after a while."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(after_s):
+            await cluster.generate(request)
+
+
+@pytest.mark.parametrize("topology", ["e-p-d", "mono"])
+async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: Path, topology: str, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [asked(f"q{n}", *(picture(rng.randrange(40)) for _ in range(n % 3)), max_tokens=20) for n in range(40)]
+    async with InProcessCluster(
+        model_dir,
+        topology,
+        chunk_tokens=24,
+        kv_pool_bytes=SMALL_POOL,  # type: ignore[arg-type]
+    ) as cluster:
+        control = await cluster.generate(requests[5])
+        cluster.clear_caches()
+        moments = [rng.choice([0.0, 0.01, 0.03, 0.1, 0.3]) * rng.random() * 2 for _ in requests]
+        await asyncio.gather(
+            *(cancelled(cluster, each, moment) for each, moment in zip(requests, moments, strict=True))
+        )
+        await all_is_given_back(cluster)
+        assert (await cluster.generate(requests[5])).token_ids == control.token_ids
+        await all_is_given_back(cluster)
+
+
+async def test_a_call_cancelled_while_its_grant_is_on_the_way_gives_it_back(epd: InProcessCluster) -> None:
+    """The router leaves between asking for room and hearing of it, many times over."""
+    plan, decode = epd.plan(asked("text", max_tokens=20)), worker_of(epd, Role.DECODE)
+    for turn in range(30):
+        call = calls.GenerateCall(epd.pipeline._channels, decode, AttemptRef(new_request_id()), plan, timeout_s=5)
+        await asyncio.sleep(0.0005 * (turn % 8))
+        call.cancel()
+    await all_is_given_back(epd)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_damaged_picture_is_the_callers_error_and_the_next_request_is_right(epd: InProcessCluster) -> None:
+    good = asked("what is it?", picture(1))
+    whole = picture(2, (280, 280))
+    control = await epd.generate(good)
+    epd.clear_caches()
+    for damaged in (whole[: len(whole) // 2], whole[:60]):
+        with pytest.raises(MediaInvalid):
+            await epd.generate(asked("what is it?", damaged))
+        with pytest.raises(MediaInvalid):  # a failure is not cached either
+            await epd.generate(asked("what is it?", picture(3), damaged))
+    assert (await epd.generate(good)).token_ids == control.token_ids
+    await all_is_given_back(epd)
+
+
+async def test_a_picture_that_is_not_the_size_it_said_is_refused(epd: InProcessCluster) -> None:
+    request = asked("what is it?", picture(1))
+    plan = epd.plan(request)
+    other = picture(1, (140, 140))
+    item = dataclasses.replace(plan.items[0], media_bytes=len(other), identity=bytes(32))
+    with pytest.raises(MediaMismatch):
+        await answer(epd, dataclasses.replace(plan, items=(item,)), [other])
+    await all_is_given_back(epd)
+
+
+async def test_an_embedding_that_never_comes_is_an_error_within_the_deadline(
+    epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = asked("what is it?", picture(1))
+    control = await epd.generate(good)
+    epd.clear_caches()
+    supply = next(worker.supply for worker in epd.workers if worker.supply is not None)
+
+    async def never(*_: object) -> object:
+        return await asyncio.get_running_loop().create_future()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(supply, "get", never)
+        start_s = time.monotonic()
+        plan = dataclasses.replace(epd.plan(good), timeout_s=1.0)
+        with pytest.raises(TriptychError) as caught:
+            await answer(epd, plan, good.media)
+        assert time.monotonic() - start_s < 4
+        assert isinstance(caught.value, DeadlineExceeded)
+    await all_is_given_back(epd)
+    assert (await epd.generate(good)).token_ids == control.token_ids
+
+
+async def test_an_encoder_that_meets_a_bug_is_an_error_and_never_an_answer(
+    epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = asked("what is it?", picture(1))
+    supply = next(worker.supply for worker in epd.workers if worker.supply is not None)
+
+    def broken(*_: object) -> object:
+        raise RuntimeError("a bug at 0x7f00")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(supply._engine.part, "encode", broken)
+        with pytest.raises(TriptychError) as caught:
+            await epd.generate(good)
+        assert "0x" not in str(caught.value)
+    await all_is_given_back(epd)
+    assert len((await epd.generate(good)).token_ids) == MAX_TOKENS
+
+
+async def test_an_embedding_damaged_on_the_way_is_never_used(
+    epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes in the slot are not those that were summed up: an error, and the next answer is right."""
+    good = asked("what is it?", picture(1))
+    control = await epd.generate(good)
+    epd.clear_caches()
+    with monkeypatch.context() as patched:
+        patched.setattr("triptych.stages.encoder.checksum64", lambda _: 12345)
+        with pytest.raises(TriptychError):
+            await epd.generate(good)
+    await all_is_given_back(epd)
+    assert (await epd.generate(good)).token_ids == control.token_ids
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def worker_of(cluster: InProcessCluster, role: Role) -> WorkerInfo:
+    found = next(worker.info for worker in cluster.workers if worker.info is not None and role in worker.info.roles)
+    assert found is not None
+    return found
+
+
+async def answer(cluster: InProcessCluster, plan: Plan, media: Sequence[bytes]) -> list[int]:
+    async with cluster.pipeline.answer(plan, media, new_request_id()) as running:
+        ids: list[int] = []
+        async for event in running.events():
+            ids += [token.id for token in getattr(event, "tokens", ())]
+        return ids
+
+
+async def refused(work: Awaitable[object]) -> None:
+    with pytest.raises(StaleAttempt):
+        await work
+
+
+async def test_every_stage_refuses_an_attempt_older_than_one_it_has_seen(epd: InProcessCluster) -> None:
+    channels, request = epd.pipeline._channels, asked("what is it?", picture(1))
+    plan, request_id = epd.plan(request), new_request_id()
+    decode, prefill = worker_of(epd, Role.DECODE), worker_of(epd, Role.PREFILL)
+    encoder = worker_of(epd, Role.ENCODER)
+    newer, older = AttemptRef(request_id, 0, 3), AttemptRef(request_id, 0, 2)
+
+    def generate(ref: AttemptRef) -> calls.GenerateCall:
+        return calls.GenerateCall(channels, decode, ref, plan, timeout_s=5)
+
+    call = generate(newer)
+    grant = await call.granted()
+    await refused(generate(older).granted())
+    await refused(generate(newer).granted())  # the very attempt, while it is being answered
+
+    async def run_prefill(ref: AttemptRef) -> None:
+        async for _ in calls.prefill_events(channels, prefill, ref, plan, grant, timeout_s=5):
+            pass
+
+    def encode(ref: AttemptRef) -> Awaitable[object]:
+        job = calls.EncodeJob(ref, prefill, {0: plan.items[0]}, {0: request.media[0]}, plan.model_fingerprint)
+        return calls.encode(channels, encoder, job, timeout_s=5)
+
+    await asyncio.gather(run_prefill(newer), encode(newer))
+    await refused(run_prefill(older))
+    await refused(run_prefill(newer))  # an attempt is prefilled once
+    await refused(encode(older))
+    events_of_decode = [event async for event in call.events()]
+    assert isinstance(events_of_decode[-1], calls.StageDone)
+    await all_is_given_back(epd)
+
+
+async def test_a_grant_of_one_attempt_is_of_no_use_to_another(epd: InProcessCluster) -> None:
+    channels, plan = epd.pipeline._channels, epd.plan(asked("text"))
+    decode, prefill = worker_of(epd, Role.DECODE), worker_of(epd, Role.PREFILL)
+    mine, other = AttemptRef(new_request_id()), AttemptRef(new_request_id())
+    call = calls.GenerateCall(channels, decode, mine, plan, timeout_s=5)
+    grant = await call.granted()
+    with pytest.raises(TriptychError):
+        async for _ in calls.prefill_events(channels, prefill, other, plan, grant, timeout_s=5):
+            pass
+    call.cancel()
+    await all_is_given_back(epd)
