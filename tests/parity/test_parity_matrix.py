@@ -8,18 +8,16 @@ other ones each time.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.parity.compare import Comparison, compare
+from tests.parity.cluster_side import cache_facts, judged, request_of
 from tests.parity.conftest import MODELS, PROMPTS_SEED, Extent
-from tests.parity.prompts import Prompt
-from tests.parity.reference import NEW_TOKENS, ReferenceModel
+from tests.parity.reference import ReferenceModel
 from tests.parity.report import MatrixReport
-from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster, Topology
+from triptych.testing.cluster import InProcessCluster, Topology
 
 FAMILIES = 2
 CHUNKS = (48, 512)
@@ -96,35 +94,3 @@ async def test_parity_in_a_tight_pool(
         cluster.check_integrity()
     print(f"tight {topology}: {total} {cache_facts(results)}")
     assert total.is_exact, total
-
-
-def request_of(prompt: Prompt) -> ChatRequest:
-    return ChatRequest(prompt.messages, prompt.media, NEW_TOKENS, stop_token_ids=frozenset())
-
-
-def judged(reference: ReferenceModel, prompts: Sequence[Prompt], results: Sequence[ChatResult]) -> Comparison:
-    total = Comparison()
-    for prompt, result in zip(prompts, results, strict=True):
-        one = compare(
-            reference.generate(prompt),
-            result.token_ids,
-            result.logits,
-            lambda tokens, prompt=prompt: reference.teacher_forced_logits(prompt, tokens),  # type: ignore[misc]
-        )
-        if one.differing or not one.max_logit_difference <= 1e-4:
-            print(f"prompt {prompt.index} ({prompt.kind}, {len(prompt.media)} pictures): {one}")
-        total.add(one)
-    return total
-
-
-def cache_facts(results: Sequence[ChatResult]) -> dict[str, Any]:
-    """Where the answers' prompts came from: a warm cell that reuses nothing would prove nothing."""
-    sources: dict[str, int] = {}
-    for event in (event for result in results for event in result.timeline):
-        if event.source is not None and event.stage == "prefill":
-            sources[event.source.value] = sources.get(event.source.value, 0) + 1
-    return {
-        "cached_tokens": sum(result.cached_tokens for result in results),
-        "prompts_with_cached_tokens": sum(result.cached_tokens > 0 for result in results),
-        "embedding_sources": sources,
-    }
