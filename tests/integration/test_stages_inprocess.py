@@ -26,6 +26,7 @@ from triptych.core.plan import EmbeddingSource, Plan
 from triptych.core.timeline import TimelineEvent
 from triptych.core.worker import Role, WorkerInfo
 from triptych.engine.loop import LanguageEngine
+from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -79,6 +80,15 @@ def engines(cluster: InProcessCluster) -> list[LanguageEngine]:
 
 def events(result: ChatResult, name: str) -> list[TimelineEvent]:
     return [event for event in result.timeline if event.event == name]
+
+
+def supply_of(cluster: InProcessCluster) -> EmbeddingSupply:
+    return next(worker.supply for worker in cluster.workers if worker.supply is not None)
+
+
+async def never(*_: object) -> object:
+    """Stands in for what does not come."""
+    return await asyncio.get_running_loop().create_future()
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 8.0) -> None:
@@ -229,6 +239,36 @@ async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: 
         await all_is_given_back(cluster)
 
 
+def pages_in(cluster: InProcessCluster, state: str) -> int:
+    return sum(engine.call(engine.manager.counts).result(5)[state] for engine in engines(cluster))
+
+
+async def test_a_request_left_while_its_pages_are_bound_and_its_slot_is_handed_out(
+    epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill may still write to decode, and the encoder to prefill: both must say that they will not."""
+    monkeypatch.setattr(supply_of(epd), "get", never)
+    leaving = asyncio.create_task(epd.generate(asked("what is it?", picture(1))))
+    await eventually(lambda: pages_in(epd, "leased") > 0)
+    await eventually(lambda: any(engine.landing.counts_bytes()["owned"] for engine in engines(epd)))
+    await asyncio.sleep(0.1)  # the slot is on its way to the encoder, or there
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    await all_is_given_back(epd)
+    assert all(not engine.landing.counts_bytes()["quarantined"] for engine in engines(epd))
+
+
+async def test_a_request_left_in_the_middle_of_its_answer(epd: InProcessCluster) -> None:
+    plan = epd.plan(asked("what is it?", max_tokens=400))
+    async with epd.pipeline.answer(plan, [], new_request_id()) as running:
+        count = 0
+        async for event in running.events():
+            count += len(getattr(event, "tokens", ()))
+            if count >= 5:
+                break
+    await all_is_given_back(epd)
+
+
 async def test_a_call_cancelled_while_its_grant_is_on_the_way_gives_it_back(epd: InProcessCluster) -> None:
     """The router leaves between asking for room and hearing of it, many times over."""
     plan, decode = epd.plan(asked("text", max_tokens=20)), worker_of(epd, Role.DECODE)
@@ -272,13 +312,8 @@ async def test_an_embedding_that_never_comes_is_an_error_within_the_deadline(
     good = asked("what is it?", picture(1))
     control = await epd.generate(good)
     epd.clear_caches()
-    supply = next(worker.supply for worker in epd.workers if worker.supply is not None)
-
-    async def never(*_: object) -> object:
-        return await asyncio.get_running_loop().create_future()
-
     with monkeypatch.context() as patched:
-        patched.setattr(supply, "get", never)
+        patched.setattr(supply_of(epd), "get", never)
         start_s = time.monotonic()
         plan = dataclasses.replace(epd.plan(good), timeout_s=1.0)
         with pytest.raises(TriptychError) as caught:
@@ -293,7 +328,7 @@ async def test_an_encoder_that_meets_a_bug_is_an_error_and_never_an_answer(
     epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = asked("what is it?", picture(1))
-    supply = next(worker.supply for worker in epd.workers if worker.supply is not None)
+    supply = supply_of(epd)
 
     def broken(*_: object) -> object:
         raise RuntimeError("a bug at 0x7f00")
