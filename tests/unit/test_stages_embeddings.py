@@ -1,0 +1,274 @@
+"""Single flight at an encoder: one computation for all who wait, whoever of them leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from triptych.core.clock import SystemClock
+from triptych.core.errors import Aborted, MediaInvalid, MediaMismatch, PeerLost, TriptychError
+from triptych.core.plan import EmbeddingSource, Grid, Item, Modality, TokenRange
+from triptych.core.timeline import Timeline
+from triptych.engine.encoder import EncodeEngine
+from triptych.stages.embeddings import EmbeddingSupply
+
+ROW = 8
+
+
+class FakeVision:
+    """A tower whose rows say which picture they are of: the colour of its first pixel."""
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+    row_elements = ROW
+    num_parameters = 10
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.fails = False
+
+    def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
+        red = image.getpixel((0, 0))[0]  # type: ignore[index]
+        return torch.full((4, 3), float(red)), Grid(1, 2, 2)
+
+    def encode(self, pixels: list[torch.Tensor], grids: list[Grid]) -> list[torch.Tensor]:
+        if self.fails:
+            raise RuntimeError("a bug")
+        self.batches.append(len(pixels))
+        return [each[:1, :1].expand(1, ROW) for each in pixels]
+
+
+class Encoder:
+    def __init__(self, cache_bytes: int = 10_000) -> None:
+        self.part = FakeVision()
+        self.clock = SystemClock()
+        self.engine = EncodeEngine(self.part, 1000, 8, self.clock)
+        self.supply = EmbeddingSupply(self.engine, cache_bytes, 10**6, self.clock)
+        self.timeline = Timeline("encoder", "e", self.clock)
+
+    def get(self, red: int, fetch: Any = None, item: Item | None = None) -> asyncio.Task[Any]:
+        """A caller that asks for the picture of that colour."""
+        wanted = item or picture_item(red)
+        return asyncio.ensure_future(self.supply.get(wanted, 0, fetch or Fetch(red), self.timeline))
+
+
+class Fetch:
+    """Brings the media when told to, or fails."""
+
+    def __init__(self, red: int, gate: asyncio.Event | None = None, error: Exception | None = None) -> None:
+        self.media = png(red)
+        self.gate = gate
+        self.error = error
+        self.count = 0
+
+    async def __call__(self) -> bytes:
+        self.count += 1
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return self.media
+
+
+def png(red: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (4, 4), (red, 0, 0)).save(out, format="PNG")
+    return out.getvalue()
+
+
+def picture_item(red: int, num_tokens: int = 1, grid: Grid = Grid(1, 2, 2)) -> Item:  # noqa: B008 - frozen
+    return Item(Modality.IMAGE, bytes([red]) * 32, num_tokens, (TokenRange(0, 0, num_tokens),), grid)
+
+
+@pytest.fixture
+def encoder() -> Iterator[Encoder]:
+    made = Encoder()
+    made.engine.start()
+    yield made
+    made.engine.stop()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_first_computes_and_the_next_finds_it_cached(encoder: Encoder) -> None:
+    rows, source = await encoder.get(7)
+    assert rows.tolist() == [[7.0] * ROW]
+    assert source is EmbeddingSource.REMOTE
+    fetch = Fetch(7)
+    again, source = await encoder.get(7, fetch)
+    assert torch.equal(again, rows)
+    assert source is EmbeddingSource.CACHE
+    assert fetch.count == 0
+
+
+async def test_those_who_come_meanwhile_wait_for_the_one_computation(encoder: Encoder) -> None:
+    gate = asyncio.Event()
+    leader = encoder.get(7, Fetch(7, gate))
+    await settle()
+    joined = [Fetch(7) for _ in range(5)]
+    others = [encoder.get(7, fetch) for fetch in joined]
+    await settle()
+    gate.set()
+    results = await asyncio.gather(leader, *others)
+    assert all(rows.tolist() == [[7.0] * ROW] for rows, _ in results)
+    assert [source for _, source in results[1:]] == [EmbeddingSource.CACHE] * 5
+    assert sum(encoder.part.batches) == 1
+    assert sum(fetch.count for fetch in joined) == 0
+
+
+async def test_pictures_that_wait_together_share_a_pass(encoder: Encoder) -> None:
+    results = await asyncio.gather(*(encoder.get(red) for red in range(1, 7)))
+    assert [rows[0, 0].item() for rows, _ in results] == [1, 2, 3, 4, 5, 6]
+    assert sum(encoder.part.batches) == 6
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "failed"])
+async def test_when_the_leader_leaves_before_it_has_the_media_another_takes_over(encoder: Encoder, leaves: str) -> None:
+    gate = asyncio.Event()
+    leader = encoder.get(7, Fetch(7, gate, PeerLost("the router went away")))
+    await settle()
+    fetches = [Fetch(7), Fetch(7)]
+    others = [encoder.get(7, fetch) for fetch in fetches]
+    await settle()
+    if leaves == "cancelled":
+        leader.cancel()
+    else:
+        gate.set()
+    results = await asyncio.gather(*others)
+    assert all(rows.tolist() == [[7.0] * ROW] for rows, _ in results)
+    assert sum(fetch.count for fetch in fetches) == 1
+    outcome = (await asyncio.gather(leader, return_exceptions=True))[0]
+    assert isinstance(outcome, asyncio.CancelledError if leaves == "cancelled" else PeerLost)
+
+
+async def test_when_the_leader_leaves_later_the_others_still_get_it(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(image: Image.Image) -> tuple[torch.Tensor, Grid]:
+        loop.call_soon_threadsafe(started.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(5)
+        return FakeVision.preprocess(encoder.part, image)
+
+    monkeypatch.setattr(encoder.part, "preprocess", slow)
+    leader = encoder.get(7)
+    await started.wait()
+    other = encoder.get(7, fetch := Fetch(7))
+    await settle()
+    leader.cancel()
+    await settle()
+    go_on.set()
+    rows, _ = await other
+    assert rows.tolist() == [[7.0] * ROW]
+    assert fetch.count == 0
+
+
+async def test_when_everybody_leaves_the_computation_ends_and_the_next_begins_anew(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Future[Any]] = []
+    submitted = asyncio.Event()
+
+    def submit(*_: Any) -> Future[Any]:
+        waits.append(Future())
+        submitted.set()
+        return waits[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encoder.engine, "submit", submit)
+        callers = [encoder.get(7), encoder.get(7)]
+        await submitted.wait()
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await settle()
+        assert waits[0].cancelled()
+        assert not encoder.supply._flights
+    rows, source = await encoder.get(7)
+    assert rows.tolist() == [[7.0] * ROW]
+    assert source is EmbeddingSource.REMOTE
+
+
+@pytest.mark.parametrize(
+    ("item", "media", "error"),
+    [
+        (picture_item(7), b"no picture", MediaInvalid),
+        (picture_item(7, grid=Grid(1, 2, 4)), png(7), MediaMismatch),
+        (picture_item(7, num_tokens=2), png(7), MediaMismatch),
+    ],
+)
+async def test_a_failure_reaches_all_who_wait_and_is_not_cached(
+    encoder: Encoder, item: Item, media: bytes, error: type[TriptychError]
+) -> None:
+    gate = asyncio.Event()
+    fetch = Fetch(7, gate)
+    fetch.media = media
+    callers = [encoder.get(7, fetch, item), encoder.get(7, fetch, item)]
+    await settle()
+    gate.set()
+    outcomes = await asyncio.gather(*callers, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [error, error]
+    assert not encoder.supply._flights
+    rows, _ = await encoder.get(7)
+    assert rows.tolist() == [[7.0] * ROW]
+
+
+async def test_a_bug_in_the_tower_is_an_error_that_tells_nothing_and_the_next_pass_works(encoder: Encoder) -> None:
+    encoder.part.fails = True
+    with pytest.raises(TriptychError) as caught:
+        await encoder.get(7)
+    assert "bug" not in str(caught.value)
+    encoder.part.fails = False
+    assert (await encoder.get(7))[0].tolist() == [[7.0] * ROW]
+
+
+async def test_a_cache_of_no_bytes_still_serves() -> None:
+    encoder = Encoder(cache_bytes=0)
+    encoder.engine.start()
+    for _ in range(2):
+        rows, source = await encoder.get(7)
+        assert rows.tolist() == [[7.0] * ROW]
+        assert source is EmbeddingSource.REMOTE
+    encoder.engine.stop()
+
+
+# --- the engine's end -------------------------------------------------------------------------------------------------
+
+
+def test_a_stopping_engine_refuses_what_waits_and_what_comes_later() -> None:
+    engine = Encoder().engine
+    pixels, grid = torch.zeros(4, 3), Grid(1, 2, 2)
+    waiting, gone = engine.submit(pixels, grid), engine.submit(pixels, grid)
+    gone.cancel()
+    engine._inbox.put(None)
+    late = engine.submit(pixels, grid)
+    engine.start()
+    engine.stop()
+    for future in (waiting, late, engine.submit(pixels, grid)):
+        error = future.exception(5)
+        assert error is None or isinstance(error, Aborted)
+    assert isinstance(engine.submit(pixels, grid).exception(5), Aborted)
+    assert gone.cancelled()
+    assert not engine.is_progressing()
+
+
+def test_a_pass_larger_than_the_budget_is_split_in_order() -> None:
+    encoder = Encoder()
+    encoder.engine = EncodeEngine(encoder.part, 8, 8, encoder.clock)  # type: ignore[arg-type]
+    futures = [encoder.engine.submit(torch.full((4, 3), float(red)), Grid(1, 2, 2)) for red in range(5)]
+    encoder.engine.start()
+    assert [future.result(5).rows[0, 0].item() for future in futures] == [0, 1, 2, 3, 4]
+    assert encoder.part.batches == [2, 2, 1]
+    encoder.engine.stop()
