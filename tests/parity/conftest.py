@@ -6,7 +6,6 @@ them, another one each time, chosen by the seed that pytest prints.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 from collections.abc import Iterator
@@ -33,16 +32,11 @@ class Extent:
 
     def prompts(self, families: int) -> list[Prompt]:
         """All prompts, or those of `families` families."""
-        every = list(_every())
+        every = make_prompts(PROMPTS_SEED, PROMPTS)
         if self.is_full:
             return every
         chosen = sorted(random.Random(self.seed).sample(range(PROMPTS // FAMILY), families))
         return [prompt for family in chosen for prompt in every[family * FAMILY : (family + 1) * FAMILY]]
-
-
-@functools.cache
-def _every() -> list[Prompt]:
-    return make_prompts(PROMPTS_SEED, PROMPTS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ with look-alike pictures of the same size, the same pictures in another order, a
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import json
@@ -80,6 +81,7 @@ def make_prompts(seed: int, count: int) -> list[Prompt]:
     return [prompt for family in families for prompt in family][:count]
 
 
+@functools.cache
 def _family(seed: int, number: int) -> list[Prompt]:
     rng = random.Random(f"{seed}/{number}")
     kind = KINDS[number % len(KINDS)]

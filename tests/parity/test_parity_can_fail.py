@@ -29,7 +29,7 @@ FAULTS: dict[str, tuple[Planted, int]] = {
 
 def two_prompts() -> list[Prompt]:
     """Unlike each other, each with pictures whose order matters."""
-    unlike = [p for p in make_prompts(PROMPTS_SEED, 60) if p.kind == "unrelated" and p.media != p.media[::-1]]
+    unlike = [p for p in make_prompts(PROMPTS_SEED, 24) if p.kind == "unrelated" and p.media != p.media[::-1]]
     return unlike[:2]
 
 
