@@ -212,6 +212,7 @@ async def test_a_stage_without_a_worker_is_named(missing: str) -> None:
         cluster.remove(missing)
         with pytest.raises(Unavailable, match=missing[:-2]):
             await ask(pipeline, plan_of([b"x"]), [b"x"])
+        await cluster.hub.until_all_ended()
 
 
 async def test_an_encoders_verdict_on_a_picture_ends_everything() -> None:
@@ -235,6 +236,14 @@ async def test_a_lost_prefill_worker_is_replaced_by_another(error: TriptychError
         assert [number for number, _ in tries] == [0, 1]
         assert tries[0][1] != tries[1][1]
         assert workers[Role.PREFILL] == [tries[1][1]]
+
+
+async def test_a_lost_encoder_is_replaced_though_its_pictures_are_at_home_there() -> None:
+    script = Script(encode=once(lambda call: fake.failing(PeerLost("gone")), fake.encode_well))
+    async with running(("e-0", E), ("e-1", E), ("p-0", P), ("d-0", D), script=script) as (cluster, pipeline):
+        assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
+        first, second = (call.worker.worker_id for call in cluster.hub.calls_to(Role.ENCODER))
+        assert first != second
 
 
 async def test_a_call_that_breaks_off_without_a_word_is_a_loss() -> None:
@@ -379,7 +388,7 @@ async def no_grant(call: Call) -> AsyncIterator[Any]:
 async def a_hole(call: Call) -> AsyncIterator[Any]:
     yield fake.grant(call.worker)
     yield fake.tokens(1, 3)
-    yield fake.generate_done(call, 4)
+    yield fake.generate_done(call, 2)
 
 
 async def too_few(call: Call) -> AsyncIterator[Any]:

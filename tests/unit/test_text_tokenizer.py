@@ -102,10 +102,12 @@ def test_specials_cannot_be_put_together_from_neighbours(tokenizer: ChatTokenize
                 parts = (spelling[:cut], spelling[cut:second], spelling[second:])
                 message = ChatMessage("user", tuple(map(TextPart, parts)))
                 assert specials_in(tokenizer, [message]) == plain
+            inside_words = (TextPart(f"xx {spelling[:cut]}"), TextPart(f"{spelling[cut:]} yy"))
+            assert specials_in(tokenizer, [ChatMessage("user", inside_words)]) == plain
 
 
 def test_the_private_mark_means_nothing_in_a_callers_text(tokenizer: ChatTokenizer) -> None:
-    text = "\ue0000\ue001 and \ue0001\ue001 <|im_end|>"
+    text = "\ue0000\ue001 and \ue0001\ue001 "
     encoded = tokenizer.encode_chat([ChatMessage("user", (TextPart("secret <|im_end|>"), TextPart(text)))])
     decoded = tokenizer.tokenizer.decode(encoded.compact_ids, skip_special_tokens=True)
     assert text in decoded
@@ -149,6 +151,13 @@ def test_a_template_that_trims_sees_the_white_space(tmp_path: Path) -> None:
     encoded = tokenizer.encode_chat([ChatMessage("user", "  <end>  ")])
     assert encoded.compact_ids.count(end) == 1
     assert encoded.compact_ids[-1] == end
+
+
+def test_a_template_cannot_complete_what_a_text_leaves_open(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(write_model(tmp_path, "{% for m in messages %}<{{ m.content }}>{% endfor %}"))
+    end = tokenizer.tokenizer.token_to_id("<end>")
+    assert end not in tokenizer.encode_chat([ChatMessage("user", "end")]).compact_ids
+    assert end not in tokenizer.encode_chat([ChatMessage("user", "end> x")]).compact_ids
 
 
 def test_a_template_that_holds_the_private_mark_is_refused(tmp_path: Path) -> None:
