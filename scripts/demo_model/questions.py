@@ -138,7 +138,7 @@ def _description(scene: Scene) -> str:
 
 def about_nothing(rng: random.Random) -> Turn:
     """A question that needs no picture: a sum, a difference, words to repeat, or a fact."""
-    return rng.choice((_sum, _difference, _repeat, _fact))(rng)
+    return rng.choice((_sum, _difference, _repeat, _repeat, _repeat, _fact))(rng)
 
 
 def _sum(rng: random.Random) -> Turn:

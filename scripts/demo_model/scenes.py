@@ -178,7 +178,7 @@ def _items(rng: random.Random, kind: Kind, grid: Grid) -> tuple[Item, ...]:
 
 
 def _slot_items(rng: random.Random, slots: Sequence[str]) -> tuple[Item, ...]:
-    count = rng.choice((2, 3, 4) if len(slots) == 5 else (2, 2, 3))
+    count = rng.choice((2, 3, 4, 4) if len(slots) == len(CROSS_SLOTS) else (2, 3))
     chosen = set(rng.sample(slots, count))
     things = _pairs(rng, count)
     used = [slot for slot in slots if slot in chosen]
