@@ -16,6 +16,7 @@ from triptych.core.errors import (
     InvalidRequest,
     MediaMismatch,
     PeerLost,
+    RequestError,
     TransferRefused,
     TriptychError,
 )
@@ -136,6 +137,9 @@ class _EncodeRun:
     async def _encode(self, link: EmbeddingLink, index: int, item: Item) -> None:
         try:
             self._answers.put_nowait(await self._encode_item(link, index, item))
+        except RequestError as error:
+            named = type(error)(f"picture {index + 1} of the request: {error.message}", param=error.param or "messages")
+            self._answers.put_nowait(named)
         except TriptychError as error:
             self._answers.put_nowait(error)
         except Exception:

@@ -50,7 +50,10 @@ from triptych.wire.v1 import decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc
 log = logging.getLogger(__name__)
 
 TRANSPORTS = ("inproc", "shm")
-STOP_GRACE_S = 5.0
+# Together well under the time that a launcher or an orchestrator waits before it kills.
+STOP_GRACE_S = 3.0
+BACKGROUND_GRACE_S = 1.5
+ENGINE_GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class WorkerPlan:
 
 class _Engine(Protocol):
     def start(self) -> None: ...
-    def stop(self) -> None: ...
+    def stop(self, timeout_s: float) -> None: ...
     def is_progressing(self) -> bool: ...
 
 
@@ -123,7 +126,7 @@ class Worker:
         if self._transfer is not None:
             await self._transfer.close()
         await self._server.stop(STOP_GRACE_S)
-        await self._background.close()
+        await self._background.close(BACKGROUND_GRACE_S)
         await self._exit.aclose()
 
     # -- assembly ----------------------------------------------------------------------------------------------------
@@ -245,7 +248,7 @@ class Worker:
     def _run_engine(self, engine: _Engine) -> None:
         self._engines.append(engine)
         engine.start()
-        self._exit.push_async_callback(asyncio.to_thread, engine.stop)
+        self._exit.push_async_callback(asyncio.to_thread, engine.stop, ENGINE_GRACE_S)
 
     async def _open(self, adapter: Adapter) -> None:
         common = self._plan.common
