@@ -290,7 +290,7 @@ async def test_a_damaged_picture_is_the_callers_error_and_the_next_request_is_ri
     for damaged in (whole[: len(whole) // 2], whole[:60]):
         with pytest.raises(MediaInvalid):
             await epd.generate(asked("what is it?", damaged))
-        with pytest.raises(MediaInvalid):  # a failure is not cached either
+        with pytest.raises(MediaInvalid, match="picture 2 of the request"):  # a failure is not cached either
             await epd.generate(asked("what is it?", picture(3), damaged))
     assert (await epd.generate(good)).token_ids == control.token_ids
     await all_is_given_back(epd)

@@ -625,6 +625,20 @@ def test_a_slot_that_an_encoder_still_writes_to_outlives_the_abort() -> None:
     assert house.is_clean
 
 
+def test_a_prompt_whose_embedding_does_not_fit_fails_alone() -> None:
+    house = House()
+    sound = house.submit([7, 8, 9])
+    broken = house.submit([1, (1, 5), 2])
+    house.land(broken, 0)
+    rows = broken.items[0].rows
+    assert rows is not None
+    broken.items[0].rows = rows[:3]
+    house.finish(sound)
+    assert isinstance(heard(broken).error, EmbeddingMissing)
+    assert heard(sound).ids == answer_of(sound)
+    assert house.is_clean
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), EmbeddingMissing("it did not come")])
 def test_a_failed_step_fails_those_in_it_and_the_loop_goes_on(running: House, error: Exception) -> None:
     house = running

@@ -86,11 +86,7 @@ class Supervisor:
             if all(state == "ready" for state in states.values()):
                 return True
             if time.monotonic() > give_up_at:
-                waiting = ", ".join(name for name, state in states.items() if state != "ready")
-                raise StartupError(
-                    f"{waiting} did not become ready in {timeout_seconds:.0f} s; "
-                    "look at the logs with --log-dir, or allow more with --startup-timeout"
-                )
+                raise self._too_slow(states, timeout_seconds)
             time.sleep(POLL_SECONDS)
         return False
 
@@ -119,6 +115,13 @@ class Supervisor:
         elif workers_ready and self.api.is_ready():
             states["router"] = "ready"
         return states
+
+    def _too_slow(self, states: dict[str, str], timeout_seconds: float) -> StartupError:
+        waiting = [child for child in self.children if states[child.spec.name] != "ready"]
+        names = ", ".join(child.spec.name for child in waiting)
+        return StartupError(
+            f"{names} did not become ready in {timeout_seconds:.0f} s; --startup-timeout allows more{_log_of(waiting[0])}"
+        )
 
     def _refuse_dead(self) -> None:
         for child in self.children:

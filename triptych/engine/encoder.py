@@ -121,8 +121,7 @@ class EncodeEngine:
             hosted = [rows.to("cpu").contiguous() for rows in outputs]
         except Exception:
             log.exception("a vision pass failed")
-            for waiting in batch:
-                waiting.future.set_exception(TriptychError("the encoder met an internal error"))
+            self._run_apart(batch)
             return
         end_ns = self._clock.monotonic_ns()
         metrics.ENCODER_BATCH_SECONDS.observe((end_ns - start_ns) / 1e9)
@@ -131,6 +130,14 @@ class EncodeEngine:
         metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in hosted))
         for waiting, rows in zip(batch, hosted, strict=True):
             waiting.future.set_result(Encoded(rows.clone(), start_ns, end_ns))
+
+    def _run_apart(self, batch: list[_Waiting]) -> None:
+        """After a pass failed: each picture by itself, so that only the one at fault fails."""
+        if len(batch) > 1:
+            for waiting in batch:
+                self._run([waiting])
+        else:
+            batch[0].future.set_exception(TriptychError("the encoder met an internal error"))
 
 
 def _refuse(waiting: _Waiting) -> None:

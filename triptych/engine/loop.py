@@ -27,7 +27,7 @@ from triptych.engine.landing import LandingTable
 from triptych.engine.sequence import Handoff, PendingItem, Sequence
 from triptych.engine.slices import build_slice
 from triptych.kv.manager import CacheManager
-from triptych.model.runner import LanguageRunner
+from triptych.model.runner import LanguageRunner, RunSlice, check_coverage
 from triptych.obs import metrics
 from triptych.sched.admission import AdmissionQueue
 from triptych.sched.language import SequenceView, Slice, StepBudget, plan_step
@@ -282,28 +282,42 @@ class LanguageEngine:
 
     def _step(self, planned: list[Slice]) -> None:
         start_ns = self._clock.monotonic_ns()
-        sequences = [self._running[piece.index] for piece in planned]
+        batch = self._slices(planned)
+        if not batch:
+            return
         try:
-            slices = [build_slice(seq, piece.count) for seq, piece in zip(sequences, planned, strict=True)]
-            output = self._runner.run(slices)
+            output = self._runner.run([piece for _, piece in batch])
         except TriptychError as error:
-            for sequence in sequences:
+            for sequence, _ in batch:
                 self.abort(sequence.ref, error)
             return
         except Exception as error:
             log.exception("an engine step failed")
-            for sequence in sequences:
+            for sequence, _ in batch:
                 self.abort(sequence.ref, TriptychError(INTERNAL_ERROR))
             raise StepFailed from error
         row = 0
-        for sequence, piece, token_id in zip(sequences, planned, output.token_ids, strict=True):
+        for (sequence, piece), token_id in zip(batch, output.token_ids, strict=True):
             if token_id is not None and output.logits is not None:
                 if self._observer is not None:
                     self._observer(sequence.ref, sequence.num_sampled, output.logits[row])
                 row += 1
-            self._apply(sequence, piece.count, token_id, start_ns)
+            self._apply(sequence, len(piece.ids), token_id, start_ns)
         metrics.STEP_SECONDS.labels(self._stage).observe((self._clock.monotonic_ns() - start_ns) / 1e9)
-        metrics.STEP_TOKENS.labels(self._stage).observe(sum(piece.count for piece in planned))
+        metrics.STEP_TOKENS.labels(self._stage).observe(sum(len(piece.ids) for _, piece in batch))
+
+    def _slices(self, planned: list[Slice]) -> list[tuple[Sequence, RunSlice]]:
+        """What runs. A sequence whose embeddings do not fit its prompt fails here, alone."""
+        batch: list[tuple[Sequence, RunSlice]] = []
+        for sequence, count in [(self._running[piece.index], piece.count) for piece in planned]:
+            piece = build_slice(sequence, count)
+            try:
+                check_coverage(piece)
+            except TriptychError as error:
+                self.abort(sequence.ref, error)
+            else:
+                batch.append((sequence, piece))
+        return batch
 
     def _apply(self, sequence: Sequence, count: int, token_id: int | None, start_ns: int) -> None:
         assert sequence.pages is not None

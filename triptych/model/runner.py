@@ -65,8 +65,7 @@ class LanguageRunner:
 
     @torch.inference_mode()
     def run(self, slices: Sequence[RunSlice]) -> RunOutput:
-        """One forward pass. Raises EmbeddingMissing or MediaMismatch when embeddings do not cover the sentinels; then
-        nothing was written."""
+        """One forward pass. Raises as `check_coverage` does, and then nothing was written."""
         for piece in slices:
             check_coverage(piece)
         ids = np.concatenate([piece.ids for piece in slices])
@@ -92,8 +91,13 @@ class LanguageRunner:
 
 
 def check_coverage(piece: RunSlice) -> None:
-    """Every sentinel gets exactly one embedding row, and no other token gets any. Counted on the host."""
+    """Every sentinel gets exactly one embedding row, and no other token gets any. Counted on the host.
+
+    Raises EmbeddingMissing or MediaMismatch.
+    """
     is_sentinel = piece.ids >= SENTINEL_BASE
+    if not piece.embeddings and not is_sentinel.any():
+        return
     covered = np.zeros(len(piece.ids), dtype=np.int64)
     for span in piece.embeddings:
         if span.row < 0 or span.row + span.rows.shape[0] > len(piece.ids):

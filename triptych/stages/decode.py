@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -188,8 +189,9 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         issued = engine.call(partial(grants.issue, ref, num_tokens))
 
         async def give_back() -> None:
-            record = await on_engine(issued)
-            await on_engine(engine.call(partial(grants.release, record.grant_id)))
+            with suppress(NoRoom, RequestTooLarge, Aborted):  # then there is nothing to give back
+                record = await on_engine(issued)
+                await on_engine(engine.call(partial(grants.release, record.grant_id)))
 
         try:
             return await on_engine(issued)
