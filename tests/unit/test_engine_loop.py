@@ -627,8 +627,9 @@ def test_a_slot_that_an_encoder_still_writes_to_outlives_the_abort() -> None:
 
 def test_a_prompt_whose_embedding_does_not_fit_fails_alone() -> None:
     house = House()
-    sound = house.submit([7, 8, 9])
     broken = house.submit([1, (1, 5), 2])
+    house.turn(2)
+    sound = house.submit([7, 8, 9])
     house.land(broken, 0)
     rows = broken.items[0].rows
     assert rows is not None
