@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,7 +100,15 @@ CacheFault = Callable[[Any, Any], None]
 """(the request's cache, another request's cache): changes the first."""
 
 
-def answer_ids(
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A greedy answer without its stop token; `margin` is the least distance from a chosen logit to the runner-up."""
+
+    tokens: list[int]
+    margin: float
+
+
+def answer(
     reference: ReferenceModel,
     prompt: Prompt,
     stops: frozenset[int],
@@ -107,20 +116,22 @@ def answer_ids(
     donor: Prompt | None = None,
     corrupt: CacheFault | None = None,
     limit: int = 64,
-) -> list[int]:
-    """The greedy answer up to a stop token, which is left out; with `corrupt`, decoded over a corrupted cache."""
+) -> Answer:
+    """With `corrupt`, decoded over a corrupted cache."""
     with torch.inference_mode():
         other = _prefilled(reference, donor).cache if donor is not None else None
         out = _prefilled(reference, prompt)
         if corrupt is not None:
             corrupt(out.cache, other)
-        tokens: list[int] = []
+        tokens, margin = list[int](), float("inf")
         while len(tokens) < limit:
+            best, second = out.logits[0, -1].topk(2).values.tolist()
+            margin = min(margin, best - second)
             tokens.append(int(out.logits[0, -1].argmax()))
             if tokens[-1] in stops:
-                return tokens[:-1]
+                return Answer(tokens[:-1], margin)
             out = reference.model(input_ids=torch.tensor([tokens[-1:]]), cache=out.cache, use_cache=True)
-    return tokens
+    return Answer(tokens, margin)
 
 
 def _prefilled(reference: ReferenceModel, prompt: Prompt) -> Any:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.parity import engine_faults, witnesses
 from tests.parity.reference import ReferenceModel
-from tests.parity.stock_faults import answer_ids
+from tests.parity.stock_faults import answer
 from tests.parity.witnesses import Question, Witness
 from triptych.testing.cluster import ChatRequest, InProcessCluster
 
@@ -85,7 +85,7 @@ def test_parity_witnesses_are_right_in_the_reference(
     """When this fails, the demo model or its pictures changed: `python -m tests.parity.find_witnesses`."""
     demo, questions = references["demo"], [witness.asked for witness in every_witness]
     stops = frozenset(demo.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
-    answers = [demo.tokenizer.decode(answer_ids(demo, question.prompt, stops)) for question in questions]
+    answers = [demo.tokenizer.decode(answer(demo, question.prompt, stops).tokens) for question in questions]
     assert not wrong(questions, answers)
 
 
