@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-START_SECONDS = 180.0
+# Longer than the launcher's own patience, so that its sentence is the one that is seen.
+START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 
 

@@ -12,13 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,12 +21,11 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts.cluster import running_cluster
 from scripts.demo_model.exam import Question, failures, make_exam, messages, report
 
 MAX_TOKENS = 64
 CONCURRENCY = 8
-START_SECONDS = 180.0
-STOP_SECONDS = 30.0
 REQUEST_SECONDS = 120.0
 BUSY_STATUSES = (429, 503)
 BUSY_TRIES = 20
@@ -121,40 +115,6 @@ def _cost(question: Question) -> tuple[int, int, int]:
     return len(question.truth) // 12, len(question.noise_seeds), tokens
 
 
-@contextmanager
-def cluster() -> Iterator[str]:
-    """A cluster of its own with encode, prefill and decode apart; yields its address, stops it at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "ready.json"
-        command = [sys.executable, "-m", "triptych.cli", "up", "--topology", "e-p-d", "--port", "0"]
-        process = subprocess.Popen([*command, "--ready-file", str(ready)])
-        try:
-            yield _wait_until_ready(process, ready)
-        finally:
-            _stop(process)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], ready: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the cluster ended with status {process.returncode} before it was ready")
-        if ready.exists() and (text := ready.read_text()).strip():
-            return str(json.loads(text)["url"])
-        time.sleep(0.2)
-    raise RuntimeError(f"the cluster was not ready after {START_SECONDS:.0f} s")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def judge(respondent: Respondent, seed: int, per_type: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The results, and the wrong answers for whoever wants to know why."""
     exam = make_exam(seed, per_type)
@@ -193,7 +153,7 @@ def _judge_chosen(options: argparse.Namespace) -> tuple[dict[str, Any], list[dic
         return judge(local, options.seed, options.per_type)
     if options.url:
         return judge(HttpRespondent(options.url, options.concurrency), options.seed, options.per_type)
-    with cluster() as url:
+    with running_cluster("--topology", "e-p-d") as url:
         return judge(HttpRespondent(url, options.concurrency), options.seed, options.per_type)
 
 

@@ -120,7 +120,8 @@ class Supervisor:
         waiting = [child for child in self.children if states[child.spec.name] != "ready"]
         names = ", ".join(child.spec.name for child in waiting)
         return StartupError(
-            f"{names} did not become ready in {timeout_seconds:.0f} s; --startup-timeout allows more{_log_of(waiting[0])}"
+            f"{names} did not become ready in {timeout_seconds:.0f} s (--startup-timeout allows more)"
+            f"{_log_of(waiting[0])}"
         )
 
     def _refuse_dead(self) -> None:
