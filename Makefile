@@ -41,8 +41,9 @@ demo: $(STAMP)  ## start a cluster, ask it about pictures drawn now, check the a
 test: $(STAMP)  ## all tests that are meant for every change
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP)  ## ruff, and the import rules of docs/architecture.md
+lint: $(STAMP)  ## ruff: rules and format, and the import rules of docs/architecture.md
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo 'error: not formatted; run: $(BIN)/ruff format .' >&2; exit 1; }
 	@$(BIN)/lint-imports
 
 typecheck: $(STAMP)  ## mypy, strict
