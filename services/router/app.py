@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -30,8 +30,9 @@ from services.router.settings import RouterSettings
 from services.router.tasks import unwrapped_group
 from triptych.core.clock import SystemClock
 from triptych.core.errors import StartupError
+from triptych.core.ids import WorkerRef
 from triptych.core.plan import Modality
-from triptych.core.worker import Role
+from triptych.core.worker import Role, WorkerInfo
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
@@ -66,12 +67,24 @@ class Cluster:
     def __init__(self, registry: Workers, adapter: Adapter) -> None:
         self.registry = registry
         self._adapter = adapter
+        self._strangers: set[WorkerRef] = set()
 
     def view(self) -> ClusterView:
         return ClusterView.of(self.registry.workers(), self._adapter.fingerprint)
 
     def missing_roles(self) -> tuple[Role, ...]:
         return self.view().missing_roles()
+
+    def warn_of_strangers(self, workers: Iterable[WorkerInfo]) -> None:
+        """Logs each worker whose weights are not this router's model: it gets no request, which else only looks like a
+        stage that is missing."""
+        for worker in workers:
+            if worker.model_fingerprint not in (b"", self._adapter.fingerprint) and worker.ref not in self._strangers:
+                self._strangers.add(worker.ref)
+                _log.warning(
+                    "a worker serves other weights than the router and gets no requests; restart it with this model",
+                    extra={"worker_id": worker.worker_id, "model": worker.model_name},
+                )
 
     def context_tokens(self) -> int:
         return self.view().context_tokens(self._adapter.max_sequence_tokens)
@@ -127,7 +140,7 @@ async def serve(settings: RouterSettings) -> None:
             async with asyncio.TaskGroup() as group:
                 beside = [
                     group.create_task(registry.run()),
-                    group.create_task(_forget_the_gone(registry, channels)),
+                    group.create_task(_tend_workers(registry, cluster, channels)),
                     group.create_task(_announce(settings, server, cluster, registry, listener)),
                 ]
                 await server.serve(sockets=[listener])
@@ -179,11 +192,13 @@ async def _announce(
         _write_atomically(settings.ready_file, orjson.dumps({"url": url}) + b"\n")
 
 
-async def _forget_the_gone(registry: StaticRegistry, channels: ChannelPool) -> None:
-    """Closes the channels of workers that left."""
+async def _tend_workers(registry: StaticRegistry, cluster: Cluster, channels: ChannelPool) -> None:
+    """Closes the channels of workers that left; names those that can never serve here."""
     known = registry.workers()
+    cluster.warn_of_strangers(known)
     while True:
         now = await registry.changed()
+        cluster.warn_of_strangers(now)
         for worker_id in {worker.worker_id for worker in known} - {worker.worker_id for worker in now}:
             await channels.forget(worker_id)
         known = now

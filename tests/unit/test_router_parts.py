@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.app import Cluster
 from services.router.placement import ClusterView, decode_candidates, encoder_shares, prefill_worker
 from services.router.queue import AdmissionQueue
 from services.router.tasks import first_of, most_telling, owned_task, unwrapped_group
@@ -25,6 +28,7 @@ from triptych.core.errors import (
 )
 from triptych.core.plan import Grid, Item, Modality, Token, TokenRange
 from triptych.core.worker import Role, WorkerInfo, WorkerState
+from triptych.model.adapters.base import Adapter
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -74,6 +78,15 @@ def test_only_ready_workers_with_the_same_weights_are_seen() -> None:
     view = ClusterView.of([D0, others, starting, replace(D1, model_fingerprint=b"mine")], b"mine")
     assert [found.worker_id for found in view.workers] == ["d-0", "d-1"]
     assert view.missing_roles() == (Role.ENCODER, Role.PREFILL)
+
+
+def test_a_worker_with_other_weights_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    stranger = replace(D0, model_fingerprint=b"other")
+    cluster = Cluster(SimpleNamespace(workers=lambda: (stranger,)), cast(Adapter, SimpleNamespace(fingerprint=b"mine")))
+    for _ in range(2):
+        cluster.warn_of_strangers([stranger, D1, replace(P0, model_fingerprint=b"mine")])
+    assert [record.__dict__["worker_id"] for record in caplog.records] == ["d-0"]
+    assert Role.DECODE in cluster.missing_roles()
 
 
 def test_decode_workers_take_turns() -> None:
