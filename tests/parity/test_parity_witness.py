@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.parity import stock_faults
+from tests.parity.compare import LOGITS_WITHIN
 from tests.parity.conftest import Extent
 from tests.parity.prompts import Prompt
 from tests.parity.reference import ReferenceModel
@@ -63,11 +64,11 @@ def test_parity_checkpoint_speaks_clearly(references: dict[str, ReferenceModel],
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("model", ["tiny", "demo"])
 def test_parity_reference_agrees_with_itself(references: dict[str, ReferenceModel], extent: Extent, model: str) -> None:
-    """One step at a time and all at once give logits well within what we are held to, so rounding is no excuse."""
+    """One step at a time and all at once stay within what we are held to: rounding alone is no excuse."""
     for prompt in extent.prompts(1)[:16]:
         output = references[model].generate(prompt)
         forced = references[model].teacher_forced_logits(prompt, output.tokens)
-        assert np.abs(forced - output.logits).max() <= 5e-5
+        assert np.abs(forced - output.logits).max() <= LOGITS_WITHIN
 
 
 def test_parity_reference_keeps_and_finds_its_outputs(references: dict[str, ReferenceModel], extent: Extent) -> None:
