@@ -59,7 +59,7 @@ BLIND_SHARE = 0.06
 where it sees nothing, rather than to break off the sentence form."""
 _SEEDS_PER_STEP = 1024
 
-MIXTURE = {"single": 0.44, "two": 0.28, "several": 0.04, "text": 0.13, "text first": 0.11}
+MIXTURE = {"single": 0.40, "two": 0.33, "several": 0.06, "text": 0.12, "text first": 0.09}
 
 
 @dataclass(frozen=True, slots=True)
