@@ -12,7 +12,15 @@ from typing import Any, TypeVar, cast
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
-from triptych.core.errors import InvalidRequest, MediaMismatch, PeerLost, StartupError, TriptychError, Unauthenticated
+from triptych.core.errors import (
+    Aborted,
+    InvalidRequest,
+    MediaMismatch,
+    PeerLost,
+    StartupError,
+    TriptychError,
+    Unauthenticated,
+)
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef
 from triptych.core.plan import FinishReason, Item, Plan, Token, Usage
@@ -175,22 +183,19 @@ async def _send_media(call: Any, job: EncodeJob, index: int) -> None:
 
 async def _write(call: Any, message: object) -> None:
     try:
-        await call.write(message)
+        with _peer_errors():
+            await call.write(message)
     except asyncio.InvalidStateError:
         return  # The call has ended already: the next read says why.
-    except grpc.aio.AioRpcError as error:
-        raise _peer_error(error) from None
 
 
 async def _next_message(call: Any) -> Any:
     """The next message of a call that must not end yet."""
-    try:
+    with _peer_errors():
         message = await call.read()
-        if message is EOF:
-            # An OK status here is the peer's fault too: it left out its last message.
-            raise PeerLost("a worker ended a call too early")
-    except grpc.aio.AioRpcError as error:
-        raise _peer_error(error) from None
+    if message is EOF:
+        # An OK status here is the peer's fault too: it left out its last message.
+        raise PeerLost("a worker ended a call too early")
     return message
 
 
@@ -209,6 +214,22 @@ def _distrusted() -> Iterator[None]:
         raise TriptychError("a worker sent a message that is not valid") from error
 
 
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    """What becomes of a call, as an error of ours. Only a cancellation that was meant for this task stays one: a task
+    that ends cancelled without having been asked to ends unheard, and whoever waits for its answer waits on."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _peer_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # The channel was closed under the call, as that of a worker that left the registry is.
+        raise PeerLost("the connection to a worker was lost") from None
+
+
 def _peer_error(error: grpc.aio.AioRpcError) -> TriptychError:
     """The worker's error; trouble between us and the worker is not the caller's to mend."""
     if error.code() in _BROKEN_OFF and not _has_detail(error):
@@ -217,6 +238,9 @@ def _peer_error(error: grpc.aio.AioRpcError) -> TriptychError:
     found = error_from_rpc(error)
     if isinstance(found, (Unauthenticated, StartupError)):
         return TriptychError("a worker refused the router; its log has the reason")
+    if isinstance(found, Aborted):
+        # We did not ask for it: the worker is shutting down.
+        return PeerLost("a worker gave the call up")
     return found
 
 

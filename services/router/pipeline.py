@@ -19,7 +19,7 @@ from services.router.queue import AdmissionQueue
 from services.router.tasks import owned_task
 from services.router.token_order import TokenOrder
 from triptych.core.clock import Clock
-from triptych.core.errors import AttemptError, DeadlineExceeded, NoRoom, TriptychError, Unavailable
+from triptych.core.errors import Aborted, AttemptError, DeadlineExceeded, NoRoom, TriptychError, Unavailable
 from triptych.core.ids import AttemptRef
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline, TimelineEvent
@@ -127,6 +127,9 @@ class Pipeline:
             answer.end(_out_of_time(answer))
         except TriptychError as error:
             answer.end(error)
+        except asyncio.CancelledError:
+            answer.end(Aborted("the answer was given up"))  # for whoever still listens
+            raise
         except Exception:
             _log.exception("a request failed with a bug", extra={"request_id": job.ref.request_id})
             answer.end(TriptychError("an internal error; the router's log has it"))

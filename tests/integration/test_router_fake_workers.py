@@ -17,6 +17,7 @@ from tests.integration import fake_workers as fake
 from tests.integration.fake_workers import Call, FakeCluster, Script, fake_cluster, once
 from triptych.core.clock import SystemClock
 from triptych.core.errors import (
+    Aborted,
     DeadlineExceeded,
     EmbeddingMissing,
     MediaInvalid,
@@ -253,6 +254,40 @@ async def test_a_call_that_breaks_off_without_a_word_is_a_loss() -> None:
 
     async with running(script=Script(prefill=once(break_off, fake.prefill_well))) as (_, pipeline):
         assert await ask(pipeline, plan_of()) == expected(5)
+
+
+@pytest.mark.parametrize("stage", ["encoder", "prefill", "decode", "granting"])
+async def test_a_worker_whose_channel_is_closed_under_a_call_is_a_loss(stage: str) -> None:
+    """As when the registry no longer shows it. gRPC cancels the call from inside."""
+
+    async def hang(call: Call) -> AsyncIterator[Any]:
+        if stage == "decode":
+            yield fake.grant(call.worker)
+        await fake.for_ever()
+
+    script = Script()
+    setattr(script, "decode" if stage == "granting" else stage.replace("encoder", "encode"), hang)
+    worker_id = {"encoder": "encoder-0", "prefill": "prefill-0"}.get(stage, "decode-0")
+    async with fake_cluster(script=script) as cluster:
+        channels = ChannelPool(fake.TOKEN)
+        pipeline = Pipeline(cluster, channels, AdmissionQueue(8), SystemClock())
+        async with asyncio.timeout(5), pipeline.answer(plan_of([b"x"]), [b"x"], "req-1") as answer:
+            await cluster.hub.until_called(1 if stage == "granting" else 3)
+            cluster.remove(worker_id)
+            await channels.forget(worker_id)
+            with pytest.raises((PeerLost, Unavailable)):
+                await collect(answer)
+        await channels.close()
+
+
+@pytest.mark.parametrize("stage", ["encode", "prefill", "decode"])
+async def test_a_worker_that_shuts_down_is_a_loss(stage: str) -> None:
+    script = Script()
+    well = getattr(script, stage)
+    setattr(script, stage, once(lambda call: fake.failing(Aborted("the worker is shutting down")), well))
+    two = [(f"{name}-{number}", role) for name, role in (("e", E), ("p", P), ("d", D)) for number in (0, 1)]
+    async with running(*two, script=script) as (_, pipeline):
+        assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
 
 
 async def test_there_is_one_retry() -> None:
