@@ -87,10 +87,12 @@ def test_a_worker_that_dies_while_starting_stops_the_start_with_its_log(model: s
 
 
 def test_a_worker_that_dies_later_is_started_again(model: str, tmp_path: Path) -> None:
+    before = segments("stub")
     with launched(tmp_path, "--model", model, stubs=True) as launcher:
         ready = launcher.wait_ready(READY_SECONDS)
         os.kill(ready["pids"]["encoder-0"], signal.SIGKILL)
         _wait_announced(launcher, "encoder-0", not_pid=ready["pids"]["encoder-0"])
+        assert len(_new_segments(before)) == 3, "one for each living worker, none of the dead one"
         status, output = launcher.signal_and_wait(signal.SIGINT)
     assert status == 0
     assert "encoder-0 was ended by SIGKILL; starting it again in 0.5 s" in output

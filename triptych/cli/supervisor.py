@@ -13,6 +13,7 @@ from triptych.cli.signals import StopSignals
 from triptych.core.errors import StartupError
 from triptych.core.worker import WorkerInfo, WorkerState
 from triptych.registry.static import StaticRegistry
+from triptych.transport.shm import sweep_dead_segments
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0
@@ -136,6 +137,7 @@ class Supervisor:
             return
         if name not in self._restart_at:
             child.kill()  # what it left in its process group
+            sweep_dead_segments()  # and in shared memory, which a worker that keeps dying would fill
             if time.monotonic() - child.started_at > SETTLED_SECONDS:
                 child.restarts = 0
             delay = min(FIRST_BACKOFF_SECONDS * 2**child.restarts, LAST_BACKOFF_SECONDS)
