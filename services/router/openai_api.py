@@ -29,7 +29,8 @@ _BODY_SCHEMA: dict[str, Any] = {
 
 def build_api(chat: ChatService, missing_roles: Callable[[], tuple[Role, ...]]) -> FastAPI:
     """`missing_roles()`: the stages without a ready worker."""
-    app = FastAPI(title="Triptych", docs_url=None, redoc_url=None)
+    # A redirect would name whatever host the caller wrote into its Host header.
+    app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(RequestScope)
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)

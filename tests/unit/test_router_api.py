@@ -358,6 +358,13 @@ async def test_unknown_models_and_endpoints(api: Api) -> None:
     assert response.headers["allow"] == "POST"
 
 
+async def test_no_answer_points_to_the_host_that_the_caller_named(api: Api) -> None:
+    for path in ("/v1/models/", "/metrics/", "/v1/chat/completions/", "//elsewhere.example/health/"):
+        response = await api.client.get(path, headers={"host": "elsewhere.example"})
+        assert response.status_code == 404
+        assert "location" not in response.headers
+
+
 async def test_models(api: Api) -> None:
     (model,) = (await api.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"]) == (api.model, "model")
