@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -16,6 +17,7 @@ from triptych.stages import attempts, landing
 from triptych.stages.attempts import AttemptFence
 from triptych.stages.events import Admitted, Decoding, Event, EventStream, Finished, HandedOff, Sampled, SplitStream
 from triptych.stages.landing import EmbeddingLanding
+from triptych.stages.tasks import on_engine
 
 ENCODER = WorkerRef("encoder-0", 1)
 
@@ -263,3 +265,22 @@ async def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         made.forget(ref(request=f"later-{number}"))
     assert len(made._ended) <= 5
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_failure_that_comes_after_its_caller_left_is_no_news_for_the_log() -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+    work: Future[None] = Future()
+    waiting = asyncio.create_task(on_engine(work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    work.set_exception(StaleAttempt("this grant has ended"))
+    await asyncio.sleep(0.01)
+    del waiting, work
+    gc.collect()
+    assert reports == []

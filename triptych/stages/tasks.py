@@ -36,4 +36,12 @@ class Background:
 
 async def on_engine(future: Future[T]) -> T:
     """Awaits something that the engine's thread does. Cancelling the wait does not undo it."""
-    return await asyncio.shield(asyncio.wrap_future(future))
+    wrapped = asyncio.wrap_future(future)
+    wrapped.add_done_callback(_retrieve)
+    return await asyncio.shield(wrapped)
+
+
+def _retrieve(future: asyncio.Future[T]) -> None:
+    """It may fail with nobody left who waits: that is no news for the log."""
+    if not future.cancelled():
+        future.exception()
