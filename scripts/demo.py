@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 from PIL import Image
 
 from scripts.cluster import ClusterFailed, running_cluster
 from scripts.demo_model.questions import Turn, about_picture, about_pictures
 from scripts.demo_model.scenes import Kind, Scene, draw, evaluation_seed, make_scene
-from triptych.cli.client import Answer, ChatClient, picture_part
+from triptych.cli.chat import unreachable
+from triptych.cli.client import Answer, ChatClient, ChatFailed, picture_part
 from triptych.cli.timeline_view import render, served_by
 
 SEEDS = 1 << 16
@@ -69,15 +71,21 @@ def main(argv: Sequence[str]) -> int:
     print(f"seed {options.seed} (the same pictures again: --seed {options.seed})\n")
     for number, (scene, picture) in enumerate(zip(scenes, pictures, strict=True), 1):
         print(f"picture {number}   {picture.width:3} x {picture.height:3} pixels   {_truth_of(scene)}")
-    if options.save:
-        _save(pictures, options.save)
     try:
+        if options.save:
+            _save(pictures, options.save)
         with _server(options.url) as url, ChatClient(url) as client:
             results = _ask_all(client, scenes, pictures, random.Random(options.seed))
-    except ClusterFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
+    except (ClusterFailed, ChatFailed, OSError) as failure:
+        return _failed(str(failure))
+    except httpx.HTTPError as error:
+        return _failed(unreachable(options.url or "the cluster's API", error).message)
     return _conclude(results)
+
+
+def _failed(why: str) -> int:
+    print(f"error: {why}", file=sys.stderr)
+    return 1
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -89,10 +97,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _seed(text: str) -> int:
-    seed = random.SystemRandom().randrange(SEEDS) if text == "random" else int(text)
-    if not 0 <= seed < SEEDS:
-        raise ValueError(text)
-    return seed
+    if text == "random":
+        return random.SystemRandom().randrange(SEEDS)
+    if not text.isdecimal() or int(text) >= SEEDS:
+        raise argparse.ArgumentTypeError(f"a number below {SEEDS}, or random, but not {text}")
+    return int(text)
 
 
 @contextlib.contextmanager

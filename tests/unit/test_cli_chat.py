@@ -36,11 +36,13 @@ CHUNKS: list[dict[str, Any]] = [
 class _Handler(http.server.BaseHTTPRequestHandler):
     chunks = CHUNKS
     seen: dict[str, Any]
+    path_seen: str
 
     def do_GET(self) -> None:
         self._send(200, json.dumps({"data": [{"id": "demo-vl"}]}))
 
     def do_POST(self) -> None:
+        type(self).path_seen = self.path
         type(self).seen = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.seen["messages"][-1]["content"][-1]["text"] == "fail":
             self._send(400, json.dumps({"error": {"message": "no such thing"}}))
@@ -109,6 +111,17 @@ def test_an_error_inside_a_stream_is_shown(
 def test_without_a_server_it_says_how_to_start_one() -> None:
     with pytest.raises(StartupError, match="start one with: triptych up"):
         chat.main(["What?", "--url", "http://127.0.0.1:1"])
+
+
+def test_an_address_without_http_is_named() -> None:
+    with pytest.raises(StartupError, match=r"127\.0\.0\.1:8000 is no address of a server; give one like http://"):
+        chat.main(["What?", "--url", "127.0.0.1:8000"])
+
+
+def test_the_address_may_end_as_the_openai_client_wants_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.main(["What?", "--url", f"{url}/v1/"]) == 0
+    assert _Handler.path_seen == "/v1/chat/completions"
+    assert capsys.readouterr().out == "The circle is red.\n"
 
 
 def test_a_missing_picture_is_named() -> None:

@@ -64,6 +64,12 @@ def test_an_api_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
     assert layout.api_port(UpSettings(port=0)) > 0
 
 
+@pytest.mark.parametrize("port", [None, 0, 8000])
+def test_a_host_that_is_not_of_this_machine_is_an_error(port: int | None) -> None:
+    with pytest.raises(StartupError, match=r"nothing can listen at --host 192\.0\.2\.1"):
+        layout.api_port(UpSettings(host="192.0.2.1", port=port))
+
+
 def test_the_router_listens_where_it_is_told() -> None:
     spec = layout.router(UpSettings(host="0.0.0.0"), MODEL, RUNTIME, 9)
     assert (_flag(spec, "--host"), _flag(spec, "--port"), _flag(spec, "--model")) == ("0.0.0.0", "9", "/m")

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"\nerror: {failure.message}" if answer.text else f"error: {failure.message}", file=sys.stderr)
         return 1
     except httpx.HTTPError as error:
-        raise _unreachable(options.url, error) from error
+        raise unreachable(options.url, error) from error
     if options.timeline:
         print(f"\n{render(answer.timeline)}")
     return 0
@@ -65,9 +65,12 @@ def _body(options: argparse.Namespace, content: list[dict[str, Any]], model_name
     }
 
 
-def _unreachable(url: str, error: httpx.HTTPError) -> StartupError:
+def unreachable(url: str, error: httpx.HTTPError) -> StartupError:
+    """What went wrong on the way to that server, as a sentence."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return StartupError(f"no server answers at {url}; start one with: triptych up (or give its --url)")
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return StartupError(f"{url} is no address of a server; give one like {DEFAULT_URL}")
     if isinstance(error, httpx.TimeoutException):
         return StartupError(f"the server at {url} did not answer in time")
     return StartupError(f"the connection to {url} broke: {type(error).__name__}")

@@ -57,7 +57,7 @@ class ChatClient:
     """Talks to one server. Use as a context manager."""
 
     def __init__(self, url: str, timeout_seconds: float = 120.0) -> None:
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/").removesuffix("/v1")  # with or without it, as the OpenAI client wants it
         self._http = httpx.Client(timeout=httpx.Timeout(timeout_seconds, connect=5.0), trust_env=False)
 
     def __enter__(self) -> ChatClient:

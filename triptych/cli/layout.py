@@ -38,8 +38,12 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str) -> int:
+    """Raises StartupError if the host is no address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise StartupError(f"nothing can listen at --host {host}: {error.strerror}") from error
         return int(probe.getsockname()[1])
 
 
@@ -47,6 +51,7 @@ def api_port(settings: UpSettings) -> int:
     """The port that was asked for, or a free one. Raises StartupError if the one asked for is taken."""
     if settings.port:
         if not is_free(settings.host, settings.port):
+            free_port(settings.host)  # tells a wrong host from a taken port
             raise StartupError(
                 f"port {settings.port} is taken; stop what listens there, or give another --port (0 takes a free one)"
             )
