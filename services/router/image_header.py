@@ -34,7 +34,7 @@ _PLUGINS = (
     BmpImagePlugin.BmpImageFile,
 )
 _PILLOW_FORMATS = tuple(plugin.format for plugin in _PLUGINS)
-_ACCEPTED = "PNG, JPEG, WebP, GIF (first frame) and BMP"
+_ACCEPTED = "PNG, JPEG, WebP, GIF (first frame) or BMP"
 _TURNED = frozenset({5, 6, 7, 8})
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -85,7 +85,7 @@ class MediaReader:
         if self._fetch is None:
             raise MediaInvalid(
                 "this server does not fetch URLs; send the picture as a data: URI, "
-                "or start the router with --allow-url-fetch",
+                "or start the router with --allow-url-fetch (triptych up: with TRIPTYCH_ALLOW_URL_FETCH=true)",
                 param=reference.param,
             )
         data = await self._fetch(reference.uri, reference.param)
