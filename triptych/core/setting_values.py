@@ -49,7 +49,8 @@ class Setting:
     def help(self) -> str:
         text = str(self.metadata.get("help", ""))
         note = "required" if self.required else f"default: {_shown(self.default)}"
-        return f"{text} ({note})".strip().replace("%", "%%")
+        shown = text if self.default is None else f"{text} ({note})".strip()  # without a value, the text says it
+        return shown.replace("%", "%%")
 
 
 def parse_text(setting: Setting, text: str, where: str) -> object:
