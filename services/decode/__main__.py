@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from services.decode.app import worker_plan
 from services.decode.settings import SERVICE, read_settings
 from triptych.core.settings import run_main
-from triptych.stages.process import run_worker
 
 
 def main() -> int:
-    return run_worker(worker_plan(read_settings()), SERVICE)
+    settings = read_settings()
+    # After the settings: torch takes seconds to import, and a misspelt setting should be told at once.
+    from services.decode.app import worker_plan
+    from triptych.stages.process import run_worker
+
+    return run_worker(worker_plan(settings), SERVICE)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import warnings
@@ -32,6 +31,7 @@ from triptych.core.clock import SystemClock
 from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef
 from triptych.core.plan import Modality
+from triptych.core.ready_file import check_ready_file, write_ready_file
 from triptych.core.worker import Role, WorkerInfo
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
@@ -122,6 +122,8 @@ async def serve(settings: RouterSettings) -> None:
     """Runs until SIGINT or SIGTERM. Raises StartupError."""
     # Beyond our own limit a picture is refused, so Pillow's softer warning must not pass silently.
     warnings.simplefilter("error", Image.DecompressionBombWarning)
+    if settings.ready_file is not None:
+        check_ready_file(settings.ready_file)
     model = Model(settings.model)
     folder = RuntimeFolder(settings.runtime_dir)
     registry, channels = StaticRegistry(folder), ChannelPool(folder.token())
@@ -189,7 +191,7 @@ async def _announce(
         await registry.changed()
     _log.info("every stage is ready", extra={"url": url})
     if settings.ready_file is not None:
-        _write_atomically(settings.ready_file, orjson.dumps({"url": url}) + b"\n")
+        write_ready_file(settings.ready_file, orjson.dumps({"url": url}) + b"\n")
 
 
 async def _tend_workers(registry: StaticRegistry, cluster: Cluster, channels: ChannelPool) -> None:
@@ -213,12 +215,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise StartupError(
             f"cannot listen on port {port} of {host}: {error.strerror}; choose another --port"
         ) from error
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(content)
-    draft.replace(path)
 
 
 @contextmanager

@@ -93,9 +93,11 @@ def test_a_worker_that_dies_later_is_started_again(model: str, tmp_path: Path) -
         os.kill(ready["pids"]["encoder-0"], signal.SIGKILL)
         _wait_announced(launcher, "encoder-0", not_pid=ready["pids"]["encoder-0"])
         assert len(_new_segments(before)) == 3, "one for each living worker, none of the dead one"
+        time.sleep(1.0)  # the launcher looks twenty times a second
         status, output = launcher.signal_and_wait(signal.SIGINT)
     assert status == 0
     assert "encoder-0 was ended by SIGKILL; starting it again in 0.5 s" in output
+    assert "encoder-0 is ready again" in output
     assert living(ready["pids"]) == {}
 
 

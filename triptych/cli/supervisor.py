@@ -70,6 +70,7 @@ class Supervisor:
         self._display = display
         self._signals = signals
         self._restart_at: dict[str, float] = {}
+        self._recovering: set[str] = set()
 
     @property
     def children(self) -> list[Child]:
@@ -96,6 +97,7 @@ class Supervisor:
         while not self._signals.stop_wanted:
             for child in self.children:
                 self._tend(child)
+            self._report_recovered()
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
@@ -147,6 +149,16 @@ class Supervisor:
             del self._restart_at[name]
             child.restarts += 1
             child.start()
+            self._recovering.add(name)
+
+    def _report_recovered(self) -> None:
+        """Says when what was started again is ready."""
+        if not self._recovering:
+            return
+        states = self._states()
+        for name in [name for name in self._recovering if states.get(name) == "ready"]:
+            self._recovering.discard(name)
+            self._display.say(f"{name} is ready again")
 
 
 def _worker_state(child: Child, record: WorkerInfo | None) -> str:

@@ -15,6 +15,7 @@ from triptych.cli.settings import UpSettings, check_model
 from triptych.cli.signals import StopSignals
 from triptych.cli.supervisor import ApiAddress, Supervisor
 from triptych.core.environment import CONFIG_VARIABLE
+from triptych.core.ready_file import check_ready_file, write_ready_file
 from triptych.core.settings import config_path, load_settings
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
@@ -26,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     if config := config_path(argv, os.environ):
         os.environ[CONFIG_VARIABLE] = str(config)  # for the children
     model = check_model(settings.model or bundled_model())
+    if settings.ready_file:
+        check_ready_file(settings.ready_file)
     signals = StopSignals()
     folder = RuntimeFolder(settings.runtime_dir)
     registry = StaticRegistry(folder)
@@ -78,7 +81,6 @@ def _run(supervisor: Supervisor, settings: UpSettings, folder: RuntimeFolder, di
 
 
 def _write_ready_file(path: Path, supervisor: Supervisor, folder: RuntimeFolder) -> None:
-    """Whole or not at all: those who wait for the file read it at once."""
     ready = {
         "url": supervisor.api.url,
         "launcher_pid": os.getpid(),
@@ -89,6 +91,4 @@ def _write_ready_file(path: Path, supervisor: Supervisor, folder: RuntimeFolder)
             for worker in supervisor.living_workers()
         },
     }
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(ready, indent=2), encoding="utf-8")
-    draft.replace(path)
+    write_ready_file(path, json.dumps(ready, indent=2).encode())
