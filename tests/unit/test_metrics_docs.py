@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
+from triptych.core.errors import StartupError
 from triptych.obs import metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -72,3 +74,10 @@ def test_metrics_are_served_on_a_port_that_the_system_chose() -> None:
         text = answer.read().decode()
     assert 'triptych_fallbacks_total{reason="test"}' in text
     assert "triptych_ttft_seconds_bucket" in text
+
+
+def test_a_taken_metrics_port_is_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(StartupError, match=f"port {port} of 127.0.0.1: .*--metrics-port"):
+            metrics.serve_metrics("127.0.0.1", port)

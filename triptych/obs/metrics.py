@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest, start_http_server
 
+from triptych.core.errors import StartupError
+
 TARGET_GROWTH = 1.15
 FAR_GROWTH = 1.6
 
@@ -118,7 +120,12 @@ def exposition() -> tuple[bytes, str]:
 def serve_metrics(host: str, port: int) -> int:
     """Serves the metrics on a daemon thread until the process ends.
 
-    Returns the port, which the system chose if `port` is 0. Raises OSError when it cannot be bound.
+    Returns the port, which the system chose if `port` is 0. Raises StartupError when it cannot be bound.
     """
-    server, _thread = start_http_server(port, addr=host)
+    try:
+        server, _thread = start_http_server(port, addr=host)
+    except OSError as error:
+        raise StartupError(
+            f"the metrics cannot listen on port {port} of {host}: {error.strerror}; choose another --metrics-port"
+        ) from error
     return int(server.server_port)

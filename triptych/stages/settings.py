@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# More than any machine has, and less than what overflows on the way to the system.
+_MAX_BYTES = 1 << 50
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -42,7 +45,7 @@ class VisionSettings:
 class LanguageSettings:
     """What a worker with a language model adds."""
 
-    kv_pool_bytes: int = field(default=256 << 20, metadata={"help": "KV pool, in bytes", "min": 1})
+    kv_pool_bytes: int = field(default=256 << 20, metadata={"help": "KV pool, in bytes", "min": 1, "max": _MAX_BYTES})
     page_tokens: int = field(default=16, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
     chunk_tokens: int = field(default=512, metadata={"help": "longest prefill chunk, in tokens", "min": 1})
     step_tokens: int = field(default=1024, metadata={"help": "token budget of a step", "min": 1})
@@ -51,4 +54,7 @@ class LanguageSettings:
     )
     max_sequences: int = field(default=256, metadata={"help": "sequences that hold KV at once", "min": 1})
     max_waiting: int = field(default=1024, metadata={"help": "sequences that may wait for a reservation", "min": 1})
-    landing_bytes: int = field(default=64 << 20, metadata={"help": "landing arena for embeddings, in bytes", "min": 1})
+    landing_bytes: int = field(
+        default=64 << 20,
+        metadata={"help": "landing arena for embeddings, in bytes", "min": 4096, "max": _MAX_BYTES},
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 
 from triptych.core.clock import Clock, SystemClock
+from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef, new_epoch
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.engine.encoder import EncodeEngine
@@ -226,16 +228,17 @@ class Worker:
         """The pool tensor, and for a decode worker the shared segment that others write to: the pool itself on a CPU,
         a host mirror of it on a GPU."""
         if not is_shared:
-            return torch.zeros(shape.dims, dtype=compute.dtype, device=compute.device), None
+            return _new_pool(shape, compute), None
         segment = self._segment(shape.pool_bytes(compute.dtype), "kv")
         arena = Arena.shared(ArenaKind.KV, layout, segment)
         if compute.device.type == "cpu":
             return view_pool(segment.buffer, shape, compute.dtype), arena
-        return torch.zeros(shape.dims, dtype=compute.dtype, device=compute.device), arena
+        return _new_pool(shape, compute), arena
 
     def _make_landing(self, settings: LanguageSettings, links: RegistryLinks, is_mono: bool) -> Arena:
         if is_mono:
-            buffer = memoryview(bytearray(settings.landing_bytes))
+            with _enough_memory("--landing-bytes", settings.landing_bytes):
+                buffer = memoryview(bytearray(settings.landing_bytes))
             return Arena(ArenaKind.EMBEDDING, links.embedding_layout, buffer)
         segment = self._segment(settings.landing_bytes, "landing")
         return Arena.shared(ArenaKind.EMBEDDING, links.embedding_layout, segment)
@@ -290,6 +293,20 @@ class Worker:
     def _describe(self) -> WorkerInfo:
         assert self.info is not None
         return self.info
+
+
+def _new_pool(shape: PoolShape, compute: ComputeChoice) -> torch.Tensor:
+    with _enough_memory("--kv-pool-bytes", shape.pool_bytes(compute.dtype)):
+        return torch.zeros(shape.dims, dtype=compute.dtype, device=compute.device)
+
+
+@contextmanager
+def _enough_memory(flag: str, num_bytes: int) -> Iterator[None]:
+    """torch says RuntimeError when there is none, Python MemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise StartupError(f"there is no memory for the {num_bytes} bytes of {flag}; ask for less") from error
 
 
 def _land_pages(mirror: torch.Tensor, pool: torch.Tensor, pages: list[int]) -> None:
