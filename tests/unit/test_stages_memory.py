@@ -15,7 +15,7 @@ from triptych.stages.worker import _enough_memory, _new_pool
 
 
 def test_a_pool_that_no_machine_can_hold() -> None:
-    with pytest.raises(StartupError, match="no memory for the .* bytes of --kv-pool-bytes"):
+    with pytest.raises(StartupError, match=r"no memory for the \d+ bytes of --kv-pool-bytes"):
         _new_pool(PoolShape(2, 2**34, 16, 2, 64), choose_compute("cpu", "float32"))
 
 
