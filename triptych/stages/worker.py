@@ -104,6 +104,8 @@ class Worker:
         folder = RuntimeFolder(common.runtime_dir)
         self._registry = StaticRegistry(folder)
         compute = choose_compute(common.device, common.dtype)
+        for part in ("vision", "language"):
+            metrics.MODEL_PARAMETERS.labels(part).set(0)
         if common.threads:
             torch.set_num_threads(common.threads)
         adapter = await asyncio.to_thread(adapter_for, common.model)
