@@ -118,6 +118,27 @@ def test_an_address_without_http_is_named() -> None:
         chat.main(["What?", "--url", "127.0.0.1:8000"])
 
 
+@pytest.mark.parametrize("address", ["http://[::1", "http://x\x01y", f"http://{'a' * 300}", "http://\udcff", "http://"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(StartupError, match="is no address of a server; give one like http://"):
+        chat.main(["What?", "--url", address])
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "nan"], ["--temperature", "x"], ["--model", "\udcff"], ["\udcff"]])
+def test_what_cannot_be_sent_is_a_sentence(url: str, flags: list[str]) -> None:
+    with pytest.raises(StartupError, match=r"argument .*is not .*; triptych chat --help"):
+        chat.main(["picture.png", "What?", "--url", url, *flags])
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", "3", '{"data": []}', '{"data": [3]}', '{"data": {"0": {}}}'])
+def test_another_server_at_the_address_is_named(
+    url: str, body: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_Handler, "do_GET", lambda self: self._send(200, body))
+    assert chat.main(["What?", "--url", url]) == 1
+    assert "does not speak this API" in capsys.readouterr().err
+
+
 def test_the_address_may_end_as_the_openai_client_wants_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat.main(["What?", "--url", f"{url}/v1/"]) == 0
     assert _Handler.path_seen == "/v1/chat/completions"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except httpx.HTTPError as error:
         raise unreachable(options.url, error) from error
+    except (httpx.InvalidURL, UnicodeError) as error:  # the texts are checked: only the host is left
+        raise _no_address(options.url) from error
     if options.timeline:
         print(f"\n{render(answer.timeline)}")
     return 0
@@ -45,14 +48,33 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="triptych chat", description="Asks a running cluster about pictures.")
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="a file or a URL, any number of them")
-    parser.add_argument("question")
+    parser.add_argument("question", type=_text)
     parser.add_argument("--url", default=DEFAULT_URL, help="of the API (%(default)s)")
-    parser.add_argument("--model", help="name of the model; the server's first if not given")
+    parser.add_argument("--model", type=_text, help="name of the model; the server's first if not given")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="length of the answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
-    parser.add_argument("--system", help="a system prompt")
+    parser.add_argument("--temperature", type=_number, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
+    parser.add_argument("--system", type=_text, help="a system prompt")
     parser.add_argument("--timeline", action="store_true", help="show what each stage did, and when")
     return parser.parse_intermixed_args(argv)
+
+
+def _text(value: str) -> str:
+    """Bytes of the command line that are no text cannot go into JSON."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("it is not valid UTF-8") from None
+    return value
+
+
+def _number(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number")
+    return number
 
 
 def _body(options: argparse.Namespace, content: list[dict[str, Any]], model_name: str) -> dict[str, Any]:
@@ -70,7 +92,11 @@ def unreachable(url: str, error: httpx.HTTPError) -> StartupError:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return StartupError(f"no server answers at {url}; start one with: triptych up (or give its --url)")
     if isinstance(error, httpx.UnsupportedProtocol):
-        return StartupError(f"{url} is no address of a server; give one like {DEFAULT_URL}")
+        return _no_address(url)
     if isinstance(error, httpx.TimeoutException):
         return StartupError(f"the server at {url} did not answer in time")
     return StartupError(f"the connection to {url} broke: {type(error).__name__}")
+
+
+def _no_address(url: str) -> StartupError:
+    return StartupError(f"{url} is no address of a server; give one like {DEFAULT_URL}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ class ChatClient:
         """The first model that the server offers."""
         response = self._http.get(f"{self._url}/v1/models")
         _raise_for(response)
-        return str(response.json()["data"][0]["id"])
+        with _our_api():
+            return str(response.json()["data"][0]["id"])
 
     def stream(self, body: Mapping[str, Any], answer: Answer, *, timeline: bool) -> Iterator[str]:
         """Yields pieces of text as they come, and fills `answer`. Raises ChatFailed, or httpx.HTTPError."""
@@ -80,17 +82,28 @@ class ChatClient:
             if response.is_error:
                 response.read()
             _raise_for(response)
-            for event in _events(response.iter_lines()):
-                yield from _take(event, answer)
+            with _our_api():
+                for event in _events(response.iter_lines()):
+                    yield from _take(event, answer)
 
     def ask(self, body: Mapping[str, Any], *, timeline: bool) -> Answer:
         """The whole answer in one response. Raises as `stream` does."""
         headers = {TIMELINE_HEADER: "1"} if timeline else {}
         response = self._http.post(f"{self._url}/v1/chat/completions", json=dict(body), headers=headers)
         _raise_for(response)
-        whole = response.json()
-        choice = whole["choices"][0]
-        return Answer(choice["message"]["content"], choice["finish_reason"], whole["usage"], _timeline_of(whole))
+        with _our_api():
+            whole = response.json()
+            choice = whole["choices"][0]
+            return Answer(choice["message"]["content"], choice["finish_reason"], whole["usage"], _timeline_of(whole))
+
+
+@contextmanager
+def _our_api() -> Iterator[None]:
+    """Some other server may listen there."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ChatFailed("what answers there does not speak this API; is --url right?") from error
 
 
 def _take(event: Mapping[str, Any], answer: Answer) -> Iterator[str]:
