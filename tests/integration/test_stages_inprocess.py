@@ -279,6 +279,18 @@ async def test_a_call_cancelled_while_its_grant_is_on_the_way_gives_it_back(epd:
     await all_is_given_back(epd)
 
 
+async def test_of_two_calls_at_once_for_one_attempt_one_is_refused_and_nothing_leaks(epd: InProcessCluster) -> None:
+    plan, decode = epd.plan(asked("text", max_tokens=20)), worker_of(epd, Role.DECODE)
+    for _ in range(5):
+        ref = AttemptRef(new_request_id())
+        twins = [calls.GenerateCall(epd.pipeline._channels, decode, ref, plan, timeout_s=5) for _ in range(2)]
+        heard = await asyncio.gather(*(twin.granted() for twin in twins), return_exceptions=True)
+        assert sorted(type(each).__name__ for each in heard) == ["Grant", "StaleAttempt"]
+        for twin in twins:
+            twin.cancel()
+    await all_is_given_back(epd)
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         self._parts = parts
         self._fence = AttemptFence()
         self._answers: dict[AttemptRef, Answer] = {}
+        self._opening: set[AttemptRef] = set()
         self._without_kv: set[AttemptRef] = set()
 
     @property
@@ -94,9 +95,13 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
             ref, plan = convert.ref_from_proto(request.ref), convert.plan_from_proto(request.plan)
             check_plan(plan, self._parts.adapter)
             self._fence.enter(ref)
-            if ref in self._answers:
+            if ref in self._answers or ref in self._opening:
                 raise StaleAttempt("this attempt is already being answered")
-            answer = await self._open(ref, plan)
+            self._opening.add(ref)
+            try:
+                answer = await self._open(ref, plan)
+            finally:
+                self._opening.discard(ref)
             try:
                 async with asyncio.timeout(plan.timeout_s):
                     yield pb.GenerateResponse(granted=convert.grant_to_proto(answer.grant))
