@@ -267,7 +267,7 @@ async def test_an_error_after_the_first_token_is_an_event(api: Api) -> None:
 async def test_a_bug_is_a_bare_500(api: Api) -> None:
     @api.app.get("/bug")
     async def bug() -> None:
-        raise KeyError("/work/secret")
+        raise KeyError("/srv/secret")
 
     assert error_of(await api.client.get("/bug"), 500)["code"] == "internal"
 
