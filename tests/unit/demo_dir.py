@@ -11,7 +11,7 @@ _BUNDLED = Path(__file__).parents[2] / "assets" / "demo-vl"
 
 
 def demo_model_dir() -> Path:
-    """The bundled checkpoint, or the folder that DEMO_MODEL_DIR names. Skips the test where there is none."""
+    """The bundled checkpoint, or the folder that DEMO_MODEL_DIR names. Fails the test where there is none."""
     path = Path(os.environ.get("DEMO_MODEL_DIR") or _BUNDLED)
     if not (path / "tokenizer.json").is_file():
         pytest.fail("the bundled model is not there")
