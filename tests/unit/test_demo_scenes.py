@@ -100,7 +100,9 @@ def test_pixels_show_what_the_scene_says(scene: Scene) -> None:
 def test_token_labels_name_the_items_and_nothing_else(scene: Scene) -> None:
     colours, classes = token_labels(scene)
     assert colours.shape == classes.shape == (scene.grid[0] * scene.grid[1],)
-    assert {CLASSES[c - 1] for c in classes if c} == {item.what for item in scene.items}
+    named = {CLASSES[c - 1] for c in classes if c}
+    # A token has one label: in a small picture a neighbour may take the only token that an item touches.
+    assert named and named <= {item.what for item in scene.items}
     assert {list(COLOURS)[c - 1] for c in colours if c} <= {item.colour for item in scene.items}
 
 
