@@ -230,18 +230,24 @@ def noise_picture(seed: int, grid: Grid | None = None) -> Image.Image:
 
 
 def token_labels(scene: Scene) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Colour and class of each token of the grid (row-major, 0 where it is background): labels for training only."""
+    """Colour and class of each token of the grid (row-major, 0 where it is background): labels for training only.
+
+    A token bears the name of the item that it shows most of; an item that fills no token far names the one that shows
+    most of it.
+    """
     rows, columns = scene.grid
     colours = np.zeros(rows * columns, np.int64)
     classes = np.zeros(rows * columns, np.int64)
+    most = np.zeros(rows * columns, np.uint8)
     for item in scene.items:
         stamp, corner = _stamp(item, scene.size)
         canvas = Image.new("L", scene.size, 0)
         canvas.paste(stamp, corner)
-        cover = canvas.resize((columns, rows), Image.Resampling.BOX)
-        shown = np.asarray(cover).reshape(-1) > (26 if item.what in SHAPES else 16)
+        cover = np.asarray(canvas.resize((columns, rows), Image.Resampling.BOX)).reshape(-1)
+        shown = (cover >= min(27 if item.what in SHAPES else 17, cover.max())) & (cover > most)
         colours[shown] = 1 + list(COLOURS).index(item.colour)
         classes[shown] = 1 + CLASSES.index(item.what)
+        most[shown] = cover[shown]
     return colours, classes
 
 

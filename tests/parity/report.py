@@ -36,7 +36,7 @@ class MatrixReport:
             "tie_share": round(comparison.tie_share, 6),
             # JSON knows no infinity.
             "max_logit_difference": min(comparison.max_logit_difference, 1e9),
-            "exact": comparison.is_exact,
+            "exact": comparison.is_exact and comparison.has_few_ties,
             **facts,
         }
 

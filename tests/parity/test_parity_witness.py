@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.parity import stock_faults
-from tests.parity.compare import LOGITS_WITHIN
-from tests.parity.conftest import Extent
-from tests.parity.prompts import Prompt
+from tests.parity.compare import LOGITS_WITHIN, TIES_AT_MOST
+from tests.parity.conftest import PROMPTS, PROMPTS_SEED, Extent
+from tests.parity.prompts import Prompt, make_prompts
 from tests.parity.reference import ReferenceModel
 from tests.parity.stock_faults import Fault
 
@@ -51,14 +51,17 @@ def test_parity_checkpoint_is_a_witness(
 
 
 @pytest.mark.timeout(900)
-def test_parity_checkpoint_speaks_clearly(references: dict[str, ReferenceModel], extent: Extent) -> None:
-    """No loops that would hide a fault, few near-ties that would excuse one."""
-    outputs = [references["tiny"].generate(prompt) for prompt in extent.prompts(FAMILIES)]
+def test_parity_checkpoint_speaks_clearly(references: dict[str, ReferenceModel]) -> None:
+    """No loops that would hide a fault, few near-ties that would excuse one.
+
+    Of all prompts, since near-ties come in clusters: a sample may hold most of them.
+    """
+    outputs = [references["tiny"].generate(prompt) for prompt in make_prompts(PROMPTS_SEED, PROMPTS)]
     logits = np.sort(np.concatenate([output.logits for output in outputs]), axis=-1)
     margins = logits[:, -1] - logits[:, -2]
     assert np.mean([len(set(output.tokens)) for output in outputs]) >= 12
     assert np.mean(margins > 1e-3) >= 0.98
-    assert np.mean(margins <= 1e-4) <= 0.005
+    assert np.mean(margins <= 1e-4) <= TIES_AT_MOST
 
 
 @pytest.mark.timeout(300)

@@ -95,15 +95,26 @@ def test_pixels_show_what_the_scene_says(scene: Scene) -> None:
         assert np.abs(seen - np.asarray(item.rgb)).max() < 25
 
 
-@settings(max_examples=40)
-@given(scenes)
-def test_token_labels_name_the_items_and_nothing_else(scene: Scene) -> None:
+def _names(scene: Scene) -> tuple[set[str], set[str]]:
     colours, classes = token_labels(scene)
     assert colours.shape == classes.shape == (scene.grid[0] * scene.grid[1],)
-    named = {CLASSES[c - 1] for c in classes if c}
-    # A token has one label: in a small picture a neighbour may take the only token that an item touches.
-    assert named and named <= {item.what for item in scene.items}
-    assert {list(COLOURS)[c - 1] for c in colours if c} <= {item.colour for item in scene.items}
+    return {list(COLOURS)[c - 1] for c in colours if c}, {CLASSES[c - 1] for c in classes if c}
+
+
+@given(scenes)
+def test_token_labels_name_nothing_but_the_items(scene: Scene) -> None:
+    colours, classes = _names(scene)
+    assert colours <= {item.colour for item in scene.items}
+    assert classes <= {item.what for item in scene.items}
+    # In one scene of 20,000 the neighbours of an item show more of themselves in each of its tokens.
+    assert len({item.what for item in scene.items} - classes) <= (scene.kind == "many")
+
+
+@pytest.mark.parametrize("seed", [*range(200), 12532714572646, 59317793325272])
+def test_token_labels_name_every_item(seed: int) -> None:
+    """The last two seeds hold items too small to fill a tenth of any token."""
+    scene = make_scene(seed)
+    assert _names(scene) == ({item.colour for item in scene.items}, {item.what for item in scene.items})
 
 
 @given(scenes)
