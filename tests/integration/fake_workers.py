@@ -206,6 +206,9 @@ class FakeCluster:
     def workers(self) -> tuple[WorkerInfo, ...]:
         return tuple(self.infos)
 
+    def refresh(self) -> tuple[WorkerInfo, ...]:
+        return self.workers()
+
     def remove(self, worker_id: str) -> None:
         self.infos = [info for info in self.infos if info.worker_id != worker_id]
 

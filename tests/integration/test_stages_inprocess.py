@@ -24,6 +24,7 @@ from triptych.core.errors import DeadlineExceeded, MediaInvalid, MediaMismatch, 
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import EmbeddingSource, Plan
 from triptych.core.timeline import TimelineEvent
+from triptych.core.topology import TOPOLOGIES
 from triptych.core.worker import Role, WorkerInfo
 from triptych.engine.loop import LanguageEngine
 from triptych.stages.embeddings import EmbeddingSupply
@@ -125,7 +126,7 @@ async def all_is_given_back(cluster: InProcessCluster) -> None:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", ["e-p-d", "mono"])
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, "e-p-d+mono", "e-pd+p-d"])
 async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
     model_dir: Path, topology: str, seed: int
 ) -> None:
@@ -134,7 +135,7 @@ async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
         model_dir,
         topology,
         chunk_tokens=48,
-        kv_pool_bytes=SMALL_POOL,  # type: ignore[arg-type]
+        kv_pool_bytes=SMALL_POOL,
     ) as cluster:
         together = await cluster.generate_many(requests, concurrency=8)
         cluster.clear_caches()
@@ -218,7 +219,7 @@ async def cancelled(cluster: InProcessCluster, request: ChatRequest, after_s: fl
             await cluster.generate(request)
 
 
-@pytest.mark.parametrize("topology", ["e-p-d", "mono"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: Path, topology: str, seed: int) -> None:
     rng = random.Random(seed)
     requests = [asked(f"q{n}", *(picture(rng.randrange(40)) for _ in range(n % 3)), max_tokens=20) for n in range(40)]
@@ -226,7 +227,7 @@ async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: 
         model_dir,
         topology,
         chunk_tokens=24,
-        kv_pool_bytes=SMALL_POOL,  # type: ignore[arg-type]
+        kv_pool_bytes=SMALL_POOL,
     ) as cluster:
         control = await cluster.generate(requests[5])
         cluster.clear_caches()
