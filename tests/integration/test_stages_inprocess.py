@@ -29,6 +29,7 @@ from triptych.core.worker import Role, WorkerInfo
 from triptych.engine.loop import LanguageEngine
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
+from triptych.testing.holdings import until_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -99,28 +100,9 @@ async def eventually(condition: Callable[[], object], within_s: float = 8.0) -> 
         await asyncio.sleep(0.02)
 
 
-def leftovers(cluster: InProcessCluster) -> list[str]:
-    """What any worker still holds for a request."""
-    found = []
-    for worker, engine in ((w, w.language_engine) for w in cluster.workers if w.language_engine is not None):
-        counts = engine.call(engine.manager.counts).result(5)
-        held = {state: counts[state] for state in ("owned", "leased", "quarantined") if counts[state]}
-        credited = engine.call(lambda m=engine.manager: m._num_credited).result(5)
-        slots = engine.call(lambda e=engine: len(e.landing)).result(5)
-        living = engine.call(lambda e=engine: len(e._living) + len(e._running) + e.num_waiting).result(5)
-        locked = engine.call(lambda m=engine.manager: sum(node.locks for node in m.tree.nodes())).result(5)
-        if held or credited or slots or living or locked:
-            found.append(f"{worker.ref.worker_id}: {held} {credited=} {slots=} {living=} {locked=}")
-    return found
-
-
 async def all_is_given_back(cluster: InProcessCluster) -> None:
-    """Pages free or cached, no slot, no grant, within a few seconds."""
-    deadline = time.monotonic() + 8
-    while left := await asyncio.to_thread(leftovers, cluster):
-        assert time.monotonic() < deadline, left
-        await asyncio.sleep(0.05)
-    await asyncio.to_thread(cluster.check_integrity)
+    """Pages free or cached, no slot, no grant, no call that waits, within a few seconds."""
+    await until_idle(cluster.workers)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

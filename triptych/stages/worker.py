@@ -116,6 +116,9 @@ class Worker:
         self._transfer: TransferServicer | None = None
         self.supply: EmbeddingSupply | None = None
         self.language_engine: LanguageEngine | None = None
+        self.landing: EmbeddingLanding | None = None
+        self.decode_stage: DecodeStage | None = None
+        self.link_pool: LinkPool | None = None
         self.info: WorkerInfo | None = None
 
     async def start(self) -> None:
@@ -158,7 +161,7 @@ class Worker:
     async def _build(self, adapter: Adapter, compute: ComputeChoice, channels: ChannelPool) -> None:
         receivers = Receivers()
         endpoint = Endpoint(self.ref, host_id(), TRANSPORTS)
-        pool = LinkPool(endpoint, partial(transfer_stub, channels), receivers)
+        pool = self.link_pool = LinkPool(endpoint, partial(transfer_stub, channels), receivers)
         language = self._plan.language
         page_tokens = language.page_tokens if language is not None else 0
         kv = adapter.kv_shape
@@ -209,10 +212,12 @@ class Worker:
         )
         self.language_engine = engine
         self._run_engine(engine)
-        local = self._build_decode(adapter, engine, compute, tensor, kv_arena, receivers)
+        if self._plan.decode is not None:
+            self.decode_stage = self._build_decode(adapter, engine, compute, tensor, kv_arena, receivers)
         if self._plan.prefill is not None:
-            landing = EmbeddingLanding(engine, self._make_landing(settings, links), compute.dtype)
+            landing = self.landing = EmbeddingLanding(engine, self._make_landing(settings, links), compute.dtype)
             receivers.embedding = landing
+            local = self.decode_stage
             parts = PrefillParts(
                 engine, adapter, self.ref, tensor, self._shape, landing, links, self._clock, self._background, local
             )
@@ -226,9 +231,7 @@ class Worker:
         tensor: torch.Tensor,
         arena: Arena | None,
         receivers: Receivers,
-    ) -> DecodeStage | None:
-        if self._plan.decode is None:
-            return None
+    ) -> DecodeStage:
         land_pages = None
         if arena is not None and compute.device.type != "cpu":
             mirror = view_pool(arena.buffer, self._shape, compute.dtype)
