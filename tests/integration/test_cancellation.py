@@ -81,7 +81,7 @@ def slowed(get: Callable[..., Awaitable[Any]], rng: random.Random) -> Callable[.
     """An encoder whose embeddings take their time, so that requests are found waiting for them."""
 
     async def slow_get(*arguments: Any) -> Any:
-        await asyncio.sleep(rng.random() * 0.03)
+        await asyncio.sleep(rng.random() * 0.05)
         return await get(*arguments)
 
     return slow_get
@@ -95,7 +95,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     rng = random.Random(f"{seed}/{topology}")
     gate, seen = asyncio.Semaphore(AT_ONCE), Counter[str]()
     staying = [asked(rng) for _ in range(NUM_STAYING)]
-    leaving = [(asked(rng), STAGES[n % len(STAGES)], rng.random() * 0.004) for n in range(NUM_LEAVING)]
+    leaving = [(asked(rng), STAGES[n % len(STAGES)], rng.random() * 0.012) for n in range(NUM_LEAVING)]
     async with InProcessCluster(model_dir, topology, chunk_tokens=16, kv_pool_bytes=2 << 20) as cluster:
         alone = await cluster.generate_many(staying)
         cluster.clear_caches()
