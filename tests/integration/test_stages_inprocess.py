@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -20,7 +21,14 @@ import torch
 from services.router import calls
 from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
 from tests.parity.prompts import draw_picture
-from triptych.core.errors import DeadlineExceeded, MediaInvalid, MediaMismatch, StaleAttempt, TriptychError
+from triptych.core.errors import (
+    DeadlineExceeded,
+    MediaInvalid,
+    MediaMismatch,
+    RequestTooLarge,
+    StaleAttempt,
+    TriptychError,
+)
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import EmbeddingSource, Plan
 from triptych.core.timeline import TimelineEvent
@@ -30,6 +38,7 @@ from triptych.engine.loop import LanguageEngine
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
 from triptych.testing.holdings import until_idle
+from triptych.transport.link import ReceiverLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -317,6 +326,41 @@ async def test_an_embedding_that_never_comes_is_an_error_within_the_deadline(
         assert isinstance(caught.value, DeadlineExceeded)
     await all_is_given_back(epd)
     assert (await epd.generate(good)).token_ids == control.token_ids
+
+
+async def test_a_decode_worker_that_answers_no_transfer_is_replaced_by_another(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was stopped: the time that a link waits runs out long before the request's."""
+    bind = functools.partialmethod(ReceiverLink.bind_kv, timeout_s=0.3)
+    request = asked("what is it?", picture(1))
+    async with InProcessCluster(model_dir, kv_pool_bytes=SMALL_POOL, num_prefills=2, num_decodes=2) as cluster:
+        control = await cluster.generate(request)
+        silent = next(worker.decode_stage for worker in cluster.workers if worker.ref.worker_id == "decode-0")
+        with monkeypatch.context() as patched:
+            patched.setattr(ReceiverLink, "bind_kv", bind)
+            patched.setattr(silent, "bind", never)
+            for _ in range(2):  # each decode worker's turn
+                plan = cluster.plan(request)
+                async with cluster.pipeline.answer(plan, request.media, new_request_id()) as running:
+                    ids = [t.id async for event in running.events() for t in getattr(event, "tokens", ())]
+                    assert ids == control.token_ids
+                    assert running.progress.workers[Role.DECODE] == ["decode-1"]
+        await all_is_given_back(cluster)
+
+
+async def test_what_no_empty_pool_could_hold_is_refused_with_the_grant_wherever_it_is_decoded(model_dir: Path) -> None:
+    """So that the router can still ask a larger worker."""
+    for topology in TOPOLOGIES:
+        async with InProcessCluster(model_dir, topology, kv_pool_bytes=8 * 24576) as cluster:
+            plan = cluster.plan(asked("a question", max_tokens=400))
+            decode = worker_of(cluster, Role.DECODE)
+            call = calls.GenerateCall(cluster.pipeline._channels, decode, AttemptRef(new_request_id()), plan, 5)
+            with pytest.raises(RequestTooLarge):
+                await call.granted()
+            with pytest.raises(RequestTooLarge):
+                await answer(cluster, plan, [])
+            await all_is_given_back(cluster)
 
 
 async def test_an_encoder_that_meets_a_bug_is_an_error_and_never_an_answer(

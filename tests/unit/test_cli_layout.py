@@ -124,6 +124,22 @@ def test_a_topology_that_is_none_or_a_count_without_meaning_is_an_error(
         UpSettings(topology=topology, **counts)
 
 
+def test_what_a_file_says_about_a_process_and_the_launcher_overrides_is_named() -> None:
+    settings = UpSettings()
+    specs = layout.workers(settings, MODEL, RUNTIME, 4, lambda host, port: True)
+    specs.append(layout.router(settings, MODEL, RUNTIME, 8000))
+    tables = {
+        "prefill": {"port": 9000, "chunk_tokens": 64, "also": ["decode"]},
+        "router": {"port": 80, "max_queue": 3},
+        "mono": {"port": 1},
+    }
+    assert [warning.split(" in the file")[0] for warning in layout.overridden(specs, tables)] == [
+        "[prefill] sets also",
+        "[prefill] sets port",
+        "[router] sets port",
+    ]
+
+
 def test_an_api_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]

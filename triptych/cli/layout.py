@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +99,16 @@ def _never_free(_host: str, _port: int) -> bool:
 def router(settings: UpSettings, model: Path, runtime: Path, port: int) -> ProcessSpec:
     flags = {"--model": str(model), "--runtime-dir": str(runtime), "--host": settings.host, "--port": str(port)}
     return ProcessSpec("router", "router", _flat(flags))
+
+
+def overridden(specs: Sequence[ProcessSpec], tables: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """A sentence for each setting in a service's table of the file that the launcher's own flags override."""
+    ours = {spec.role: {flag.removeprefix("--").replace("-", "_") for flag in spec.flags[::2]} for spec in specs}
+    return [
+        f"[{role}] sets {name} in the file, which triptych up decides itself: it is ignored"
+        for role, names in ours.items()
+        for name in sorted(names & set(tables.get(role, {})))
+    ]
 
 
 def _wanted(settings: UpSettings) -> list[tuple[WorkerKind, int]]:
