@@ -356,11 +356,10 @@ async def test_a_worker_that_could_not_reach_its_receiver_is_not_blamed_for_it(s
     two = [(f"{name}-{number}", role) for name, role in (("p", P), ("d", D)) for number in (0, 1)]
     async with running(("e-0", E), *two, script=script) as (cluster, pipeline):
         assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
-        decodes, prefills = (
-            [c.worker.worker_id for c in cluster.hub.calls_to(role)] for role in (Role.DECODE, Role.PREFILL)
-        )
-    blamed = prefills if stage == "encode" else decodes
-    assert len(blamed) == len(set(blamed)) == 2
+        sender, receiver = (Role.PREFILL, Role.DECODE) if stage == "prefill" else (Role.ENCODER, Role.PREFILL)
+        tried = {role: [call.worker.worker_id for call in cluster.hub.calls_to(role)] for role in (sender, receiver)}
+    assert len(tried[receiver]) == len(set(tried[receiver])) == 2
+    assert len(set(tried[sender])) == 1
 
 
 async def test_text_needs_no_encoder() -> None:
