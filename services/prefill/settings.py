@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from triptych.core.settings import load_settings
-from triptych.stages.settings import LanguageSettings, WorkerSettings
+from triptych.core.worker import Role
+from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 
 SERVICE = "prefill"
 
+_OTHER_STAGES = (Role.ENCODER.value, Role.DECODE.value)
+
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSettings(WorkerSettings, LanguageSettings):
-    """Everything that `python -m services.prefill` can be told."""
+class PrefillSettings(WorkerSettings, VisionSettings, LanguageSettings):
+    """Everything that `python -m services.prefill` can be told. What concerns vision has no use without
+    `--also encoder`."""
+
+    also: tuple[str, ...] = field(
+        default=(), metadata={"help": "other stages that this process serves: encoder, decode or both"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.also:
+            if name not in _OTHER_STAGES:
+                raise ValueError(f"--also takes {', '.join(_OTHER_STAGES)} or both, but not {name!r}")
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        return frozenset({Role.PREFILL, *map(Role, self.also)})
 
 
 def read_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> PrefillSettings:

@@ -27,10 +27,18 @@ from services.router.calls import (
     StageDone,
     Tokens,
 )
-from services.router.placement import ClusterView, decode_candidates, encoder_shares, prefill_worker
+from services.router.placement import ClusterView, Path, encoder_shares, paths
 from services.router.queue import AdmissionQueue
 from services.router.tasks import unwrapped_group
-from triptych.core.errors import CapacityError, NoRoom, PeerLost, StaleAttempt, TriptychError
+from triptych.core.errors import (
+    CapacityError,
+    NoRoom,
+    PeerLost,
+    ReceiverLost,
+    RequestTooLarge,
+    StaleAttempt,
+    TriptychError,
+)
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef
 from triptych.core.plan import FinishReason, Item, Plan, Token
@@ -82,6 +90,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
+    """Room at the decode worker of a path."""
+
+    path: Path
     call: GenerateCall
     grant: Grant
 
@@ -95,7 +106,7 @@ class Attempt:
     def __init__(
         self,
         job: Job,
-        view: Callable[[], ClusterView],
+        view: Callable[[frozenset[str]], ClusterView],
         channels: ChannelPool,
         queue: AdmissionQueue,
         turn: int,
@@ -112,6 +123,7 @@ class Attempt:
         self._timeline = timeline
         self._progress = progress
         self._emit = emit
+        self._items: Mapping[int, Item] = dict(enumerate(job.plan.items))
         self._encodes: set[asyncio.Task[None]] = set()
         self._finish: FinishReason | None = None
         self._is_prefilled = False
@@ -120,13 +132,10 @@ class Attempt:
         """Emits every token of the answer, in any order, and says why it ended. Raises one TriptychError."""
         async with self._admitted() as admission:
             start_ns = self._timeline.clock.monotonic_ns()
-            view = self._view()
-            prefill = prefill_worker(view, admission.call.worker, self._turn)
-            items = dict(enumerate(self._job.plan.items))
             with unwrapped_group():
                 async with asyncio.TaskGroup() as group:
-                    self._dispatch(group, view, prefill, items)
-                    first = group.create_task(self._follow_prefill(group, prefill, admission.grant))
+                    self._dispatch(group, admission.path, self._items)
+                    first = group.create_task(self._follow_prefill(group, admission))
                     rest = group.create_task(self._follow_decode(admission.call))
                     self._timeline.add("dispatch", start_ns)
                     await self._until_finished(first, rest)
@@ -163,50 +172,53 @@ class Attempt:
             self._queue.room_may_be_free()
 
     async def _ask_for_room(self) -> Admission | None:
-        """None when all are full just now. A worker that is lost is passed over while another answers."""
-        lost: TriptychError | None = None
+        """None when all are full just now. A worker that is lost, or too small, is passed over while another answers;
+        one that is lost is asked again only when there is no other."""
+        refusal: TriptychError | None = None
         full = False
-        for worker in decode_candidates(self._view(), self._turn):
+        for path in paths(self._view(frozenset(self.failed_workers)), self._items, self._turn):
             try:
-                return await self._ask_worker(worker)
+                return await self._ask_worker(path)
             except NoRoom:
                 full = True
+            except RequestTooLarge as error:
+                refusal = refusal or error
             except (PeerLost, CapacityError) as error:
-                self.failed_workers.add(worker.worker_id)
-                lost = error
-        if full or lost is None:
+                self.failed_workers.add(path.decode.worker_id)
+                refusal = error
+        if full or refusal is None:
             return None
-        raise lost
+        raise refusal
 
-    async def _ask_worker(self, worker: WorkerInfo) -> Admission:
+    async def _ask_worker(self, path: Path) -> Admission:
         call = GenerateCall(
-            self._channels, worker, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
+            self._channels, path.decode, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
         )
         try:
-            return Admission(call, await call.granted())
+            return Admission(path, call, await call.granted())
         except BaseException:
             call.cancel()
             raise
 
     # --- stages ------------------------------------------------------------------------------------------------------
 
-    async def _follow_prefill(self, group: asyncio.TaskGroup, worker: WorkerInfo, grant: Grant) -> None:
-        self._progress.add_worker(Role.PREFILL, worker)
-        job = self._job
+    async def _follow_prefill(self, group: asyncio.TaskGroup, admission: Admission) -> None:
+        path, job = admission.path, self._job
+        self._progress.add_worker(Role.PREFILL, path.prefill)
         events = calls.prefill_events(
-            self._channels, worker, job.ref, job.plan_now(), grant, timeout_s=job.remaining_s()
+            self._channels, path.prefill, job.ref, job.plan_now(), admission.grant, timeout_s=job.remaining_s()
         )
-        with self._blaming(worker):
+        with self._blaming(path.prefill, receiver=path.decode):
             async with aclosing(events):
                 async for event in events:
-                    self._on_prefill(group, worker, event)
+                    self._on_prefill(group, path, event)
 
-    def _on_prefill(self, group: asyncio.TaskGroup, worker: WorkerInfo, event: PrefillEvent) -> None:
+    def _on_prefill(self, group: asyncio.TaskGroup, path: Path, event: PrefillEvent) -> None:
         match event:
             case Admitted():
                 self._progress.cached_tokens = event.cached_tokens
             case NeedItems():
-                self._dispatch_again(group, worker, event.indices)
+                self._dispatch_again(group, path, event.indices)
             case Tokens():
                 self._is_prefilled = True
                 self._emit(self._job.ref.attempt, event.tokens)
@@ -238,23 +250,21 @@ class Attempt:
             self._finish = done.finish_reason
             self._progress.reported_tokens = done.usage.completion_tokens if done.usage else None
 
-    def _dispatch_again(self, group: asyncio.TaskGroup, prefill: WorkerInfo, indices: Iterable[int]) -> None:
-        wanted = {index: item for index, item in enumerate(self._job.plan.items) if index in set(indices)}
+    def _dispatch_again(self, group: asyncio.TaskGroup, path: Path, indices: Iterable[int]) -> None:
+        wanted = {index: item for index, item in self._items.items() if index in set(indices)}
         _log.warning("embeddings were lost and are encoded again", extra={"request_id": self._job.ref.request_id})
-        self._dispatch(group, self._view(), prefill, wanted)
+        self._dispatch(group, path, wanted)
 
-    def _dispatch(
-        self, group: asyncio.TaskGroup, view: ClusterView, prefill: WorkerInfo, items: Mapping[int, Item]
-    ) -> None:
-        for worker, share in encoder_shares(view, prefill, items):
-            self._encodes.add(group.create_task(self._encode(worker, prefill, share)))
+    def _dispatch(self, group: asyncio.TaskGroup, path: Path, items: Mapping[int, Item]) -> None:
+        for worker, share in encoder_shares(path, items):
+            self._encodes.add(group.create_task(self._encode(worker, path.prefill, share)))
 
     async def _encode(self, worker: WorkerInfo, prefill: WorkerInfo, share: Mapping[int, Item]) -> None:
         self._progress.add_worker(Role.ENCODER, worker)
         media = {index: self._job.media[index] for index in share}
         job = calls.EncodeJob(self._job.ref, prefill, share, media, self._job.plan.model_fingerprint)
         try:
-            with self._blaming(worker):
+            with self._blaming(worker, receiver=prefill):
                 done = await calls.encode(self._channels, worker, job, timeout_s=self._job.remaining_s())
         except TriptychError as error:
             if not self._is_needless(error):
@@ -271,10 +281,12 @@ class Attempt:
         return self._is_prefilled or isinstance(error, StaleAttempt)
 
     @contextmanager
-    def _blaming(self, worker: WorkerInfo) -> Iterator[None]:
+    def _blaming(self, worker: WorkerInfo, receiver: WorkerInfo | None = None) -> Iterator[None]:
+        """Notes who failed: the worker itself, or the one that it could not send to."""
         try:
             yield
         except TriptychError as error:
             if error.retriable:
-                self.failed_workers.add(worker.worker_id)
+                failed = receiver if receiver is not None and isinstance(error, ReceiverLost) else worker
+                self.failed_workers.add(failed.worker_id)
             raise

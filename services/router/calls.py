@@ -233,7 +233,7 @@ def _peer_errors() -> Iterator[None]:
 def _peer_error(error: grpc.aio.AioRpcError) -> TriptychError:
     """The worker's error; trouble between us and the worker is not the caller's to mend."""
     if error.code() in _BROKEN_OFF and not _has_detail(error):
-        _log.info("a call broke off", extra={"status": error.code().name, "reason": error.details()})
+        _log.debug("a call broke off", extra={"status": error.code().name, "reason": error.details()})
         return PeerLost("the connection to a worker was lost")
     found = error_from_rpc(error)
     if isinstance(found, (Unauthenticated, StartupError)):

@@ -37,6 +37,10 @@ class Workers(Protocol):
 
     def workers(self) -> tuple[WorkerInfo, ...]: ...
 
+    def refresh(self) -> tuple[WorkerInfo, ...]:
+        """The workers as they are now, where `workers` may be a moment old."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -145,8 +149,11 @@ class Pipeline:
                 if number + 1 >= MAX_ATTEMPTS or answer.order.emitted or not attempt.failed_workers:
                     raise
                 avoided |= attempt.failed_workers
+                self._registry.refresh()
+                failed = ",".join(sorted(attempt.failed_workers))
                 _log.warning(
-                    "an attempt failed and is repeated", extra={"request_id": ref.request_id, "code": error.code}
+                    "an attempt failed and is repeated",
+                    extra={"request_id": ref.request_id, "code": error.code, "failed_workers": failed},
                 )
         raise AssertionError("unreachable")
 
@@ -157,8 +164,8 @@ class Pipeline:
         answer.progress.workers.clear()
         answer.progress.cached_tokens = 0
 
-        def view() -> ClusterView:
-            return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided)
+        def view(failed: frozenset[str]) -> ClusterView:
+            return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided | failed)
 
         return Attempt(
             job, view, self._channels, self._queue, next(self._turns), answer.timeline, answer.progress, answer.emit

@@ -1,7 +1,13 @@
-"""Which worker serves which stage: pure choices over the registry's view.
+"""Which workers serve a request: pure choices over the registry's view.
 
-Roles of one process stay together: when the decode worker can prefill, it does, and when the prefill worker can encode,
-it does; so `mono` and `e-pd` workers need no switch.
+A path is complete when each stage has a worker that can do its part:
+
+    decode    any worker that decodes. One that also prefills decodes only what it prefilled itself.
+    prefill   the decode worker itself, if it can; else any worker that prefills, which hands the KV over.
+    encoders  the prefill worker itself, if it can; else any worker that encodes. None for text alone.
+
+So roles of one process stay together once it is chosen, and `mono`, `e-pd` and `p-d` need no switch. Across processes a
+worker that is there for the one stage is taken before one that would do it beside its own work (`borrowed`).
 """
 
 from __future__ import annotations
@@ -9,12 +15,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import xxhash
 
 from triptych.core.errors import Unavailable
 from triptych.core.plan import Item
 from triptych.core.worker import Role, WorkerInfo, WorkerState
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +41,10 @@ class ClusterView:
         matching = [w for w in workers if not fingerprint or w.model_fingerprint in (b"", fingerprint)]
         return cls(tuple(w for w in matching if w.state is WorkerState.READY), avoided)
 
-    def with_role(self, role: Role) -> tuple[WorkerInfo, ...]:
-        able = tuple(worker for worker in self.workers if role in worker.roles)
-        return tuple(worker for worker in able if worker.worker_id not in self.avoided) or able
-
     def missing_roles(self) -> tuple[Role, ...]:
-        return tuple(role for role in Role if not self.with_role(role))
+        """The stages without a worker. When there is none such, a request with pictures has a complete path, since
+        every prefill worker can hand over and every encoder can send."""
+        return tuple(role for role in Role if not any(role in worker.roles for worker in self.workers))
 
     def context_tokens(self, model_tokens: int) -> int:
         """The longest sequence that every prefill and decode worker takes, and the model too."""
@@ -45,39 +52,86 @@ class ClusterView:
         return min([model_tokens, *limits])
 
 
-def decode_candidates(view: ClusterView, turn: int) -> tuple[WorkerInfo, ...]:
-    """All decode workers, beginning with the one whose turn it is. Raises Unavailable when there is none."""
-    workers = _require(view, Role.DECODE)
-    start = turn % len(workers)
-    return workers[start:] + workers[:start]
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Workers that can serve a request from end to end. `encoders` is empty when it has no pictures."""
+
+    decode: WorkerInfo
+    prefill: WorkerInfo
+    encoders: tuple[WorkerInfo, ...] = ()
 
 
-def prefill_worker(view: ClusterView, decode: WorkerInfo, turn: int) -> WorkerInfo:
-    """Raises Unavailable when there is none."""
-    if Role.PREFILL in decode.roles:
-        return decode
-    workers = _require(view, Role.PREFILL)
-    apart = [worker for worker in workers if Role.DECODE not in worker.roles] or workers
-    return apart[turn % len(apart)]
+def paths(view: ClusterView, items: Mapping[int, Item], turn: int) -> tuple[Path, ...]:
+    """A complete path for each decode worker that has one, in the order in which to ask for room.
 
-
-def encoder_shares(
-    view: ClusterView, prefill: WorkerInfo, items: Mapping[int, Item]
-) -> list[tuple[WorkerInfo, dict[int, Item]]]:
-    """The items (by index) that each encoder gets. The same identity always goes to the same encoder while the set of
-    encoders is the same, and few move when it changes (rendezvous hashing), so that caches stay warm.
-
-    Raises Unavailable when there is no encoder.
+    Those over avoided workers are left out while there are others, those that borrow a worker come last, and the rest
+    take turns. Raises Unavailable when there is none.
     """
-    if not items:
-        return []
-    if Role.ENCODER in prefill.roles:
-        return [(prefill, dict(items))]
-    workers = _require(view, Role.ENCODER)
+    prefills, encoders = _require(view, Role.PREFILL), _encoder_pool(view, items)
+    options = [_best_paths(view, decode, prefills, encoders) for decode in _require(view, Role.DECODE)]
+    least_avoided = min(_num_avoided(view, equals[0]) for equals in options)
+    kept = [equals for equals in options if _num_avoided(view, equals[0]) == least_avoided]
+    ordered: list[Path] = []
+    for num_borrowed in sorted({_num_borrowed(equals[0]) for equals in kept}):
+        group = [equals for equals in kept if _num_borrowed(equals[0]) == num_borrowed]
+        # Prefill workers take turns at a slower pace, so that every pair of workers comes up.
+        ordered += [equals[turn // len(group) % len(equals)] for equals in _rotated(group, turn)]
+    return tuple(ordered)
+
+
+def encoder_shares(path: Path, items: Mapping[int, Item]) -> list[tuple[WorkerInfo, dict[int, Item]]]:
+    """The items (by index) that each encoder gets. The same identity always goes to the same encoder while the set of
+    encoders is the same, and few move when it changes (rendezvous hashing), so that caches stay warm."""
     shares: dict[str, dict[int, Item]] = defaultdict(dict)
     for index, item in items.items():
-        shares[_rendezvous(item.identity, workers).worker_id][index] = item
-    return [(worker, shares[worker.worker_id]) for worker in workers if worker.worker_id in shares]
+        shares[_rendezvous(item.identity, path.encoders).worker_id][index] = item
+    return [(worker, shares[worker.worker_id]) for worker in path.encoders if worker.worker_id in shares]
+
+
+def _best_paths(
+    view: ClusterView, decode: WorkerInfo, prefills: Sequence[WorkerInfo], encoders: tuple[WorkerInfo, ...]
+) -> list[Path]:
+    """The paths that end at `decode` with the fewest avoided, then with the fewest borrowed workers."""
+    if Role.PREFILL in decode.roles:
+        return [_path(decode, decode, encoders)]
+    possible = [_path(decode, prefill, encoders) for prefill in prefills]
+    ranks = [(_num_avoided(view, path), _num_borrowed(path)) for path in possible]
+    return [path for path, rank in zip(possible, ranks, strict=True) if rank == min(ranks)]
+
+
+def _path(decode: WorkerInfo, prefill: WorkerInfo, encoders: tuple[WorkerInfo, ...]) -> Path:
+    has_vision = bool(encoders) and Role.ENCODER in prefill.roles
+    return Path(decode, prefill, (prefill,) if has_vision else encoders)
+
+
+def _encoder_pool(view: ClusterView, items: Mapping[int, Item]) -> tuple[WorkerInfo, ...]:
+    """The encoders of a prefill worker without vision: those that do nothing else, if there are any."""
+    if not items:
+        return ()
+    able = _require(view, Role.ENCODER)
+    fresh = tuple(worker for worker in able if worker.worker_id not in view.avoided) or able
+    return tuple(worker for worker in fresh if _is_dedicated(worker)) or fresh
+
+
+def _num_avoided(view: ClusterView, path: Path) -> int:
+    used = (path.decode, path.prefill, *path.encoders[:1])  # the encoders of a path are all avoided, or none
+    return len({worker.worker_id for worker in used} & view.avoided)
+
+
+def _num_borrowed(path: Path) -> int:
+    """Stages of the path that a worker does which is there for other requests' later stages too."""
+    borrows_prefill = path.prefill != path.decode and Role.DECODE in path.prefill.roles
+    borrows_tower = any(worker != path.prefill and not _is_dedicated(worker) for worker in path.encoders)
+    return borrows_prefill + borrows_tower
+
+
+def _is_dedicated(worker: WorkerInfo) -> bool:
+    return len(worker.roles) == 1
+
+
+def _rotated(options: Sequence[T], turn: int) -> list[T]:
+    start = turn % len(options)
+    return [*options[start:], *options[:start]]
 
 
 def _rendezvous(identity: bytes, workers: Sequence[WorkerInfo]) -> WorkerInfo:
@@ -85,7 +139,7 @@ def _rendezvous(identity: bytes, workers: Sequence[WorkerInfo]) -> WorkerInfo:
 
 
 def _require(view: ClusterView, role: Role) -> tuple[WorkerInfo, ...]:
-    workers = view.with_role(role)
+    workers = tuple(worker for worker in view.workers if role in worker.roles)
     if not workers:
         raise Unavailable(f"no {role.value} worker is ready; try again later")
     return workers

@@ -202,9 +202,14 @@ class FakeCluster:
     hub: Hub
     script: Script
     infos: list[WorkerInfo] = field(default_factory=list)
+    stale: tuple[WorkerInfo, ...] | None = None  # what `workers` says until the next `refresh`
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        return tuple(self.infos)
+        return tuple(self.infos) if self.stale is None else self.stale
+
+    def refresh(self) -> tuple[WorkerInfo, ...]:
+        self.stale = None
+        return self.workers()
 
     def remove(self, worker_id: str) -> None:
         self.infos = [info for info in self.infos if info.worker_id != worker_id]

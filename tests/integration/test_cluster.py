@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import re
 import shlex
 import signal
 import subprocess
+import threading
+import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from tests.integration.launching import launched, living, segments, wait_gone
+from tests.integration.launching import Launcher, launched, living, segments, wait_gone
 from triptych.cli import sample
 from triptych.cli.client import ChatClient, picture_part
 
@@ -92,6 +99,130 @@ def test_after_kill_9_the_next_start_leaves_nothing_of_the_old_one(tmp_path: Pat
         assert _ask(new["url"]).text == ANSWER
         launcher.signal_and_wait(signal.SIGINT)
     assert not launcher.runtime.exists()
+
+
+MERGED = {"vision", "language"}
+# What a client may hear of a worker that died under its request.
+RETRIABLE = {"peer_lost", "receiver_lost", "embedding_missing", "unavailable", "transfer_refused", "stale_attempt"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("flags", "parts", "victims"),
+    [
+        (
+            ("--topology", "e-pd", "--encoders", "2", "--prefills", "2"),
+            {"encoder-0": {"vision"}, "encoder-1": {"vision"}, "pd-0": {"language"}, "pd-1": {"language"}},
+            ("encoder-0", "pd-1"),
+        ),
+        (
+            ("--topology", "p-d", "--prefills", "2", "--decodes", "2"),
+            {"ep-0": MERGED, "ep-1": MERGED, "decode-0": {"language"}, "decode-1": {"language"}},
+            ("ep-1", "decode-0"),
+        ),
+        (
+            ("--topology", "e-p-d+mono"),
+            {"encoder-0": {"vision"}, "prefill-0": {"language"}, "decode-0": {"language"}, "mono-0": MERGED},
+            ("mono-0", "prefill-0", "encoder-0"),
+        ),
+    ],
+    ids=["e-pd", "p-d", "e-p-d+mono"],
+)
+def test_a_worker_that_is_killed_costs_no_wrong_answer(
+    flags: tuple[str, ...], parts: dict[str, set[str]], victims: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Each worker has loaded what its stages need. Killed under load, answers are right or typed errors, and mostly
+    right: another worker can do what the dead one did. Afterwards it serves again."""
+    with launched(tmp_path, *flags) as launcher:
+        ready = launcher.wait_ready(READY_SECONDS)
+        counts = {name: _parameters(worker["metrics_address"]) for name, worker in ready["workers"].items()}
+        assert {name: set(loaded) for name, loaded in counts.items()} == parts
+        assert len({loaded["language"] for loaded in counts.values() if "language" in loaded}) == 1
+        with Load(ready["url"]) as load:
+            for victim in victims:
+                load.wait_for_more(12)
+                _kill(ready["pids"][victim])
+                load.wait_for_more(12)
+                _wait_restarted(launcher, victim, ready["pids"][victim])
+            load.wait_for_more(12)
+        assert load.wrong == []
+        assert set(load.errors) <= {
+            "peer_lost",
+            "receiver_lost",
+            "embedding_missing",
+            "unavailable",
+            "transfer_refused",
+        }
+        assert sum(load.errors.values()) <= 4 * len(victims) < load.num_right, load.errors
+        assert len(load.used) >= len(parts), "every worker has served"
+        status, _ = launcher.signal_and_wait(signal.SIGINT)
+    assert status == 0
+
+
+class Load:
+    """Asks from four threads, each time about a file that no cache has seen, until the block ends."""
+
+    def __init__(self, url: str) -> None:
+        self.wrong: list[str] = []
+        self.errors: Counter[str] = Counter()
+        self.used: set[str] = set()
+        self.num_right = 0
+        self._url = url
+        self._numbers = itertools.count()
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._ask_on) for _ in range(4)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads), "a request has not ended"
+
+    def wait_for_more(self, count: int) -> None:
+        """Right answers, from now on."""
+        wanted, give_up_at = self.num_right + count, time.monotonic() + 60
+        while self.num_right < wanted:
+            assert time.monotonic() < give_up_at, (self.wrong, self.errors)
+            time.sleep(0.01)
+
+    def _ask_on(self) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._stopping.is_set():
+                self._ask_once(client)
+
+    def _ask_once(self, client: httpx.Client) -> None:
+        content = [picture_part(_unseen(next(self._numbers))), {"type": "text", "text": sample.QUESTION}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 32, "temperature": 0}
+        headers = {"x-triptych-timeline": "1"}
+        response = client.post(f"{self._url}/v1/chat/completions", json=body, headers=headers)
+        found = response.json()
+        if response.status_code != 200:
+            self.errors[found["error"]["code"]] += 1
+        elif found["choices"][0]["message"]["content"] != ANSWER:
+            self.wrong.append(found["choices"][0]["message"]["content"])
+        else:
+            self.num_right += 1
+            self.used.update(*found["triptych"]["workers"].values())
+
+
+def _unseen(number: int) -> bytes:
+    """The same pixels in another file."""
+    note, buffer = PngInfo(), io.BytesIO()
+    note.add_text("number", str(number))
+    Image.open(io.BytesIO(sample.picture_png())).save(buffer, "PNG", pnginfo=note)
+    return buffer.getvalue()
+
+
+def _wait_restarted(launcher: Launcher, worker_id: str, old_pid: int) -> None:
+    record, give_up_at = launcher.runtime / "workers" / f"{worker_id}.json", time.monotonic() + READY_SECONDS
+    while not record.exists() or f'"pid": {old_pid}' in (text := record.read_text()) or "READY" not in text:
+        assert time.monotonic() < give_up_at, f"{worker_id} was not started again"
+        time.sleep(0.05)
 
 
 def _is_mapped_by(segment: str, pids: Any) -> bool:

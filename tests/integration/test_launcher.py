@@ -113,6 +113,45 @@ def test_a_worker_that_will_not_stop_is_killed_at_the_second_interrupt(model: st
     assert not launcher.runtime.exists()
 
 
+def test_a_runtime_folder_that_the_user_made_stays_and_what_the_file_says_in_vain_is_told(
+    model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "cluster.toml").write_text("[prefill]\nport = 9000\nalso = ['decode']\n")
+    with launched(tmp_path, "--model", model, "--config", str(tmp_path / "cluster.toml"), stubs=True) as launcher:
+        launcher.wait_ready(READY_SECONDS)
+        status, output = launcher.signal_and_wait(signal.SIGINT)
+    assert status == 0, output
+    assert list(launcher.runtime.iterdir()) == []
+    for name in ("also", "port"):
+        assert f"[prefill] sets {name} in the file, which triptych up decides itself: it is ignored" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--topology", "e-d"), "'e-d' is not known; use e-p-d, e-pd, p-d, mono"),
+        (("--topology", "e-pd", "--decodes", "2"), "--decodes counts workers that the topology e-pd does not have"),
+    ],
+)
+def test_a_topology_or_count_that_cannot_be_is_a_sentence(
+    flags: tuple[str, ...], message: str, model: str, tmp_path: Path
+) -> None:
+    with launched(tmp_path, "--model", model, *flags, stubs=True) as launcher:
+        output = launcher.process.communicate(timeout=READY_SECONDS)[0]
+    assert launcher.process.returncode == 1
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_cluster_of_mixed_pools_has_the_workers_of_both(model: str, tmp_path: Path) -> None:
+    flags = ("--topology", "e-pd+p-d", "--prefills", "2")
+    with launched(tmp_path, "--model", model, *flags, stubs=True) as launcher:
+        ready = launcher.wait_ready(READY_SECONDS)
+        launcher.signal_and_wait(signal.SIGINT)
+    assert list(ready["pids"]) == ["encoder-0", "pd-0", "pd-1", "ep-0", "ep-1", "decode-0", "router"]
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path, "--model", str(tmp_path), stubs=True) as launcher:
         output = launcher.process.communicate(timeout=READY_SECONDS)[0]

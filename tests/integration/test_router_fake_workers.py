@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from triptych.core.errors import (
     NoRoom,
     Overloaded,
     PeerLost,
+    ReceiverLost,
     RequestTooLarge,
     StaleAttempt,
     TriptychError,
@@ -304,6 +306,81 @@ async def test_a_worker_that_does_not_answer_its_port_is_passed_over() -> None:
         cluster.infos[dead] = fake.replace(cluster.infos[dead], grpc_address="127.0.0.1:1")
         for turn in range(2):
             assert await ask(pipeline, plan_of(), name=f"req-{turn}") == expected(5)
+
+
+async def test_a_retry_sees_the_workers_as_they_are_by_then_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The registry has not noticed yet that the one decode worker was replaced by another."""
+    async with running(("p-0", P), ("d-0", D), ("d-1", D)) as (cluster, pipeline):
+        prefill, dead, born = cluster.infos
+        cluster.infos = [prefill, born]
+        cluster.stale = (prefill, fake.replace(dead, grpc_address="127.0.0.1:1"))
+        assert await ask(pipeline, plan_of()) == expected(5)
+    lines = [record for record in caplog.records if record.name.startswith("services.router")]
+    assert [(line.__dict__["code"], line.__dict__["failed_workers"]) for line in lines] == [("peer_lost", "d-0")]
+
+
+async def test_a_lost_worker_is_not_asked_again_while_others_are_only_full() -> None:
+    room, asked = asyncio.Event(), Counter[str]()
+
+    def decode(call: Call) -> AsyncIterator[Any]:
+        asked[call.worker.worker_id] += 1
+        if call.worker.worker_id == "d-0":
+            return fake.failing(PeerLost("gone"))
+        return fake.decode_well(call) if room.is_set() else fake.failing(NoRoom("full"))
+
+    async with running(("p-0", P), ("d-0", D), ("d-1", D), script=Script(decode)) as (_, pipeline):
+        waiting = asyncio.create_task(ask(pipeline, plan_of()))
+        await asyncio.sleep(0.3)
+        room.set()
+        assert await waiting == expected(5)
+    assert asked["d-0"] == 1 < asked["d-1"]
+
+
+async def test_a_worker_too_small_for_the_request_is_passed_over() -> None:
+    def decode(call: Call) -> AsyncIterator[Any]:
+        small = call.worker.worker_id == "d-0"
+        return fake.failing(RequestTooLarge("needs 9 pages of 4")) if small else fake.decode_well(call)
+
+    async with running(("p-0", P), ("d-0", D), ("d-1", D), script=Script(decode)) as (_, pipeline):
+        for turn in range(2):
+            assert await ask(pipeline, plan_of(), name=f"req-{turn}") == expected(5)
+
+
+@pytest.mark.parametrize("stage", ["prefill", "encode"])
+async def test_a_worker_that_could_not_reach_its_receiver_is_not_blamed_for_it(
+    stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prefill sends to decode and encoders to prefill: the next try is without the receiver."""
+    script = Script()
+    setattr(script, stage, once(lambda call: fake.failing(ReceiverLost("silent")), getattr(script, stage)))
+    two = [(f"{name}-{number}", role) for name, role in (("p", P), ("d", D)) for number in (0, 1)]
+    async with running(("e-0", E), *two, script=script) as (cluster, pipeline):
+        assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
+        receiver = Role.DECODE if stage == "prefill" else Role.PREFILL
+        tried = [call.worker.worker_id for call in cluster.hub.calls_to(receiver)]
+    assert len(tried) == len(set(tried)) == 2
+    (line,) = [record for record in caplog.records if record.name == "services.router.pipeline"]
+    assert line.__dict__["failed_workers"] == tried[0]
+
+
+async def test_text_needs_no_encoder() -> None:
+    async with running(("p-0", P), ("d-0", D)) as (_, pipeline):
+        assert await ask(pipeline, plan_of()) == expected(5)
+
+
+async def test_a_mono_worker_serves_beside_the_others_and_sees_its_own_pictures_only() -> None:
+    async with running(("e-0", E), ("p-0", P), ("d-0", D), ("mono-0", list(Role))) as (cluster, pipeline):
+        for turn in range(6):
+            assert await ask(pipeline, plan_of([b"x"]), [b"x"], f"req-{turn}") == expected(5)
+        by_request: dict[str, set[str]] = {}
+        for call in cluster.hub.calls:
+            by_request.setdefault(call.ref.request_id, set()).add(call.worker.worker_id)
+    assert Counter(map(frozenset, by_request.values())) == {
+        frozenset({"mono-0"}): 3,
+        frozenset({"e-0", "p-0", "d-0"}): 3,
+    }
 
 
 async def test_a_loss_after_the_first_token_is_a_typed_error() -> None:

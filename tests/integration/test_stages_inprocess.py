@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -20,14 +21,24 @@ import torch
 from services.router import calls
 from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
 from tests.parity.prompts import draw_picture
-from triptych.core.errors import DeadlineExceeded, MediaInvalid, MediaMismatch, StaleAttempt, TriptychError
+from triptych.core.errors import (
+    DeadlineExceeded,
+    MediaInvalid,
+    MediaMismatch,
+    RequestTooLarge,
+    StaleAttempt,
+    TriptychError,
+)
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import EmbeddingSource, Plan
 from triptych.core.timeline import TimelineEvent
+from triptych.core.topology import TOPOLOGIES
 from triptych.core.worker import Role, WorkerInfo
 from triptych.engine.loop import LanguageEngine
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
+from triptych.testing.holdings import until_idle
+from triptych.transport.link import ReceiverLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -98,34 +109,15 @@ async def eventually(condition: Callable[[], object], within_s: float = 8.0) -> 
         await asyncio.sleep(0.02)
 
 
-def leftovers(cluster: InProcessCluster) -> list[str]:
-    """What any worker still holds for a request."""
-    found = []
-    for worker, engine in ((w, w.language_engine) for w in cluster.workers if w.language_engine is not None):
-        counts = engine.call(engine.manager.counts).result(5)
-        held = {state: counts[state] for state in ("owned", "leased", "quarantined") if counts[state]}
-        credited = engine.call(lambda m=engine.manager: m._num_credited).result(5)
-        slots = engine.call(lambda e=engine: len(e.landing)).result(5)
-        living = engine.call(lambda e=engine: len(e._living) + len(e._running) + e.num_waiting).result(5)
-        locked = engine.call(lambda m=engine.manager: sum(node.locks for node in m.tree.nodes())).result(5)
-        if held or credited or slots or living or locked:
-            found.append(f"{worker.ref.worker_id}: {held} {credited=} {slots=} {living=} {locked=}")
-    return found
-
-
 async def all_is_given_back(cluster: InProcessCluster) -> None:
-    """Pages free or cached, no slot, no grant, within a few seconds."""
-    deadline = time.monotonic() + 8
-    while left := await asyncio.to_thread(leftovers, cluster):
-        assert time.monotonic() < deadline, left
-        await asyncio.sleep(0.05)
-    await asyncio.to_thread(cluster.check_integrity)
+    """Pages free or cached, no slot, no grant, no call that waits, within a few seconds."""
+    await until_idle(cluster.workers)
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", ["e-p-d", "mono"])
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, "e-p-d+mono", "e-pd+p-d"])
 async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
     model_dir: Path, topology: str, seed: int
 ) -> None:
@@ -134,7 +126,7 @@ async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
         model_dir,
         topology,
         chunk_tokens=48,
-        kv_pool_bytes=SMALL_POOL,  # type: ignore[arg-type]
+        kv_pool_bytes=SMALL_POOL,
     ) as cluster:
         together = await cluster.generate_many(requests, concurrency=8)
         cluster.clear_caches()
@@ -218,7 +210,7 @@ async def cancelled(cluster: InProcessCluster, request: ChatRequest, after_s: fl
             await cluster.generate(request)
 
 
-@pytest.mark.parametrize("topology", ["e-p-d", "mono"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: Path, topology: str, seed: int) -> None:
     rng = random.Random(seed)
     requests = [asked(f"q{n}", *(picture(rng.randrange(40)) for _ in range(n % 3)), max_tokens=20) for n in range(40)]
@@ -226,7 +218,7 @@ async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: 
         model_dir,
         topology,
         chunk_tokens=24,
-        kv_pool_bytes=SMALL_POOL,  # type: ignore[arg-type]
+        kv_pool_bytes=SMALL_POOL,
     ) as cluster:
         control = await cluster.generate(requests[5])
         cluster.clear_caches()
@@ -334,6 +326,41 @@ async def test_an_embedding_that_never_comes_is_an_error_within_the_deadline(
         assert isinstance(caught.value, DeadlineExceeded)
     await all_is_given_back(epd)
     assert (await epd.generate(good)).token_ids == control.token_ids
+
+
+async def test_a_decode_worker_that_answers_no_transfer_is_replaced_by_another(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was stopped: the time that a link waits runs out long before the request's."""
+    bind = functools.partialmethod(ReceiverLink.bind_kv, timeout_s=0.3)
+    request = asked("what is it?", picture(1))
+    async with InProcessCluster(model_dir, kv_pool_bytes=SMALL_POOL, num_prefills=2, num_decodes=2) as cluster:
+        control = await cluster.generate(request)
+        silent = next(worker.decode_stage for worker in cluster.workers if worker.ref.worker_id == "decode-0")
+        with monkeypatch.context() as patched:
+            patched.setattr(ReceiverLink, "bind_kv", bind)
+            patched.setattr(silent, "bind", never)
+            for _ in range(2):  # each decode worker's turn
+                plan = cluster.plan(request)
+                async with cluster.pipeline.answer(plan, request.media, new_request_id()) as running:
+                    ids = [t.id async for event in running.events() for t in getattr(event, "tokens", ())]
+                    assert ids == control.token_ids
+                    assert running.progress.workers[Role.DECODE] == ["decode-1"]
+        await all_is_given_back(cluster)
+
+
+async def test_what_no_empty_pool_could_hold_is_refused_with_the_grant_wherever_it_is_decoded(model_dir: Path) -> None:
+    """So that the router can still ask a larger worker."""
+    for topology in TOPOLOGIES:
+        async with InProcessCluster(model_dir, topology, kv_pool_bytes=8 * 24576) as cluster:
+            plan = cluster.plan(asked("a question", max_tokens=400))
+            decode = worker_of(cluster, Role.DECODE)
+            call = calls.GenerateCall(cluster.pipeline._channels, decode, AttemptRef(new_request_id()), plan, 5)
+            with pytest.raises(RequestTooLarge):
+                await call.granted()
+            with pytest.raises(RequestTooLarge):
+                await answer(cluster, plan, [])
+            await all_is_given_back(cluster)
 
 
 async def test_an_encoder_that_meets_a_bug_is_an_error_and_never_an_answer(

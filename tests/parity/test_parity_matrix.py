@@ -17,6 +17,7 @@ from tests.parity.cluster_side import cache_facts, judged, request_of
 from tests.parity.conftest import MODELS, PROMPTS_SEED, Extent
 from tests.parity.reference import ReferenceModel
 from tests.parity.report import MatrixReport
+from triptych.core.topology import TOPOLOGIES
 from triptych.testing.cluster import InProcessCluster, Topology
 
 FAMILIES = 2
@@ -79,7 +80,7 @@ async def test_parity_matrix(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("topology", ["mono", "e-p-d"])
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, "e-p-d+mono", "e-pd+p-d"])
 async def test_parity_in_a_tight_pool(
     references: dict[str, ReferenceModel], model_dirs: dict[str, Path], extent: Extent, topology: Topology
 ) -> None:

@@ -48,12 +48,96 @@ def test_with_port_0_no_port_is_standard() -> None:
     assert {_flag(spec, "--port") for spec in specs} == {_flag(spec, "--metrics-port") for spec in specs} == {"0"}
 
 
-def test_mono_is_one_worker_and_takes_no_counts() -> None:
+def test_mono_is_one_worker_and_takes_no_other_counts() -> None:
     settings = UpSettings(topology="mono", threads=3)
     (spec,) = layout.workers(settings, MODEL, RUNTIME, 8, lambda host, port: True)
     assert (spec.name, spec.role, _flag(spec, "--threads")) == ("mono-0", "mono", "3")
-    with pytest.raises(ValueError, match="e-p-d"):
+    with pytest.raises(ValueError, match=r"topology mono does not have; it belongs to e-p-d and e-pd"):
         UpSettings(topology="mono", encoders=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        (
+            UpSettings(topology="e-pd", encoders=2, prefills=2),
+            [
+                "encoder-0 encoder - 8101",
+                "encoder-1 encoder - 8102",
+                "pd-0 prefill decode 8201",
+                "pd-1 prefill decode 8202",
+            ],
+        ),
+        (
+            UpSettings(topology="p-d", decodes=2),
+            ["ep-0 prefill encoder 8201", "decode-0 decode - 8301", "decode-1 decode - 8302"],
+        ),
+        (
+            UpSettings(topology="e-p-d+mono", monos=2),
+            [
+                "encoder-0 encoder - 8101",
+                "prefill-0 prefill  8201",
+                "decode-0 decode - 8301",
+                "mono-0 mono - 8401",
+                "mono-1 mono - 8402",
+            ],
+        ),
+        (
+            UpSettings(topology="p-d+e-pd+e-p-d"),
+            [
+                "encoder-0 encoder - 8101",
+                "prefill-0 prefill  8201",
+                "pd-0 prefill decode 8202",
+                "ep-0 prefill encoder 8203",
+                "decode-0 decode - 8301",
+            ],
+        ),
+    ],
+)
+def test_stages_that_share_a_process_and_pools_that_are_mixed(settings: UpSettings, workers: list[str]) -> None:
+    """A bare prefill worker is told so: `also` in a file is not for the topology to obey."""
+    specs = layout.workers(settings, MODEL, RUNTIME, 16, lambda host, port: True)
+    also = [_flag(spec, "--also") if "--also" in spec.flags else "-" for spec in specs]
+    found = [
+        f"{spec.name} {spec.role} {other} {_flag(spec, '--port')}" for spec, other in zip(specs, also, strict=True)
+    ]
+    assert found == workers
+    assert {_flag(spec, "--threads") for spec in specs} == {str(16 // len(specs))}
+    assert len({_flag(spec, "--metrics-port") for spec in specs}) == len(specs)
+
+
+@pytest.mark.parametrize(
+    ("topology", "counts", "message"),
+    [
+        ("e-d", {}, "'e-d' is not known; use e-p-d, e-pd, p-d, mono, or several joined by"),
+        ("e-p-d+", {}, "'' is not known"),
+        ("mono+mono", {}, "names mono twice"),
+        ("e-pd", {"decodes": 2}, "--decodes counts workers that the topology e-pd does not have.*e-p-d and p-d"),
+        ("p-d", {"encoders": 3}, "--encoders counts workers.*e-p-d and e-pd"),
+        ("e-p-d", {"monos": 2}, "--monos counts workers.*belongs to mono"),
+    ],
+)
+def test_a_topology_that_is_none_or_a_count_without_meaning_is_an_error(
+    topology: str, counts: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        UpSettings(topology=topology, **counts)
+
+
+def test_what_a_file_says_about_a_process_and_the_launcher_overrides_is_named() -> None:
+    settings = UpSettings()
+    specs = layout.workers(settings, MODEL, RUNTIME, 4, lambda host, port: True)
+    specs.append(layout.router(settings, MODEL, RUNTIME, 8000))
+    tables = {
+        "prefill": {"port": 9000, "chunk_tokens": 64, "also": ["decode"]},
+        "router": {"port": 80, "max_queue": 3},
+        "mono": {"port": 1},
+    }
+    assert [warning.split(" in the file")[0] for warning in layout.overridden(specs, tables)] == [
+        "[prefill] sets also",
+        "[prefill] sets port",
+        "[router] sets port",
+    ]
 
 
 def test_an_api_port_that_was_asked_for_and_is_taken_is_an_error() -> None:

@@ -396,6 +396,31 @@ def test_admission_is_pages_and_landing_room_or_nothing() -> None:
     assert house.is_clean
 
 
+def test_a_reservation_that_finds_no_landing_room_evicts_nothing_and_one_without_pages_holds_none() -> None:
+    house = House(num_pages=9, arena_bytes=8 * ROW_BYTES)
+    house.finish(house.submit(list(range(1, 17)), max_tokens=1))
+    cached = house.manager.counts()["cached"]
+    first = house.submit([100, (1, 6), 102], max_tokens=2)
+    house.turn()
+    held = house.manager.counts()
+    second = house.submit([103, (2, 6), *range(104, 115)], max_tokens=2)  # its pages are there, if cached ones go
+    house.turn(3)
+    assert house.manager.counts() == held
+    assert held["cached"] >= cached > 0
+    house.land(first, 0)
+    house.finish(first)
+    house.turn_until(lambda: heard(second).story != [])
+    house.land(second, 0)
+    house.finish(second)
+    assert heard(second).ids == answer_of(second)
+    blocking = house.submit([1] * 20, max_tokens=9)
+    house.turn()
+    house.submit([115, (3, 6), *range(116, 126)], max_tokens=2)  # room to land, no pages
+    house.turn(2)
+    assert len(house.landing) == 0
+    house.finish(blocking)
+
+
 def test_a_prompt_waits_for_pages_and_the_next_may_pass() -> None:
     house = House(num_pages=9)
     first = house.submit(list(range(1, 17)), max_tokens=9)  # 6 of 8 pages

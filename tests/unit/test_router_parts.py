@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -13,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.app import Cluster
-from services.router.placement import ClusterView, decode_candidates, encoder_shares, prefill_worker
+from services.router.placement import ClusterView, Path, encoder_shares, paths
 from services.router.queue import AdmissionQueue
 from services.router.tasks import first_of, most_telling, owned_task, unwrapped_group
 from services.router.token_order import TokenOrder
@@ -69,6 +72,8 @@ def item(name: str) -> Item:
 E0, E1, E2 = (worker(f"e-{number}", Role.ENCODER) for number in range(3))
 P0, P1 = (worker(f"p-{number}", Role.PREFILL) for number in range(2))
 D0, D1 = (worker(f"d-{number}", Role.DECODE) for number in range(2))
+PD0 = worker("pd-0", Role.PREFILL, Role.DECODE)
+EP0 = worker("ep-0", Role.ENCODER, Role.PREFILL)
 MONO = worker("mono-0", *Role)
 
 
@@ -89,37 +94,146 @@ def test_a_worker_with_other_weights_is_named_once(caplog: pytest.LogCaptureFixt
     assert Role.DECODE in cluster.missing_roles()
 
 
+PICTURE = {0: item("a")}
+
+
+def chosen(view: ClusterView, turn: int = 0, pictures: bool = True) -> Path:
+    return paths(view, PICTURE if pictures else {}, turn)[0]
+
+
+def route(path: Path) -> str:
+    """The ids of its workers, against the stream."""
+    return " ".join(found.worker_id for found in (path.decode, path.prefill, *path.encoders))
+
+
+def routes(view: ClusterView, turns: int, pictures: bool = True) -> Counter[str]:
+    """What is asked first, over so many turns."""
+    return Counter(route(chosen(view, turn, pictures)) for turn in range(turns))
+
+
 def test_decode_workers_take_turns() -> None:
     view = ClusterView((E0, D0, D1, P0))
-    assert decode_candidates(view, 0) == (D0, D1)
-    assert decode_candidates(view, 1) == (D1, D0)
+    assert [path.decode for path in paths(view, {}, 0)] == [D0, D1]
+    assert [path.decode for path in paths(view, {}, 1)] == [D1, D0]
+    with pytest.raises(Unavailable, match="prefill"):
+        paths(ClusterView((E0, D0)), {}, 0)
     with pytest.raises(Unavailable, match="decode"):
-        decode_candidates(ClusterView((E0,)), 0)
+        paths(ClusterView((E0, P0)), {}, 0)
+
+
+def test_every_pair_of_prefill_and_decode_workers_comes_up_equally_often() -> None:
+    pairs = [f"{decode} {prefill} e-0" for decode in ("d-0", "d-1") for prefill in ("p-0", "p-1")]
+    assert routes(ClusterView((E0, P0, P1, D0, D1)), 40) == dict.fromkeys(pairs, 10)
 
 
 def test_roles_of_one_process_stay_together() -> None:
-    view = ClusterView((E0, P0, D0, MONO))
-    assert prefill_worker(view, MONO, 0) == MONO
-    assert encoder_shares(view, MONO, {0: item("a")}) == [(MONO, {0: item("a")})]
-    assert prefill_worker(view, D0, 0) == P0
-    assert {found.worker_id for found, _ in encoder_shares(view, P0, {0: item("a")})} <= {"e-0", "mono-0"}
+    assert chosen(ClusterView((E0, MONO))) == Path(MONO, MONO, (MONO,))
+    assert chosen(ClusterView((E0, PD0))) == Path(PD0, PD0, (E0,))
+    assert chosen(ClusterView((EP0, D0))) == Path(D0, EP0, (EP0,))
+    assert chosen(ClusterView((E0, P0, D0))) == Path(D0, P0, (E0,))
+
+
+def test_text_needs_no_encoder() -> None:
+    view = ClusterView((P0, D0))
+    assert chosen(view, pictures=False) == Path(D0, P0, ())
+    assert view.missing_roles() == (Role.ENCODER,)
+    with pytest.raises(Unavailable, match="encoder"):
+        chosen(view)
+
+
+def test_in_a_mixed_pool_all_take_turns_and_nobody_borrows() -> None:
+    mixed = ClusterView((E0, P0, P1, D0, MONO))
+    assert routes(mixed, 8) == {"d-0 p-0 e-0": 2, "d-0 p-1 e-0": 2, "mono-0 mono-0 mono-0": 4}
+
+
+def test_a_path_that_would_borrow_a_tower_comes_after_those_that_need_not() -> None:
+    """Two workers that do it alone share the load evenly; the bare pair is asked only when they are full."""
+    view = ClusterView((P0, D0, MONO, worker("mono-1", *Role)))
+    assert routes(view, 6) == {"mono-0 mono-0 mono-0": 3, "mono-1 mono-1 mono-1": 3}
+    assert route(paths(view, PICTURE, 0)[-1]) == "d-0 p-0 mono-0 mono-1"
+    assert set(routes(view, 3, pictures=False)) == {"d-0 p-0", "mono-0 mono-0", "mono-1 mono-1"}
 
 
 def test_a_worker_that_can_do_more_helps_where_there_is_no_other() -> None:
-    assert prefill_worker(ClusterView((D0, MONO)), D0, 0) == MONO
+    assert chosen(ClusterView((E0, D0, PD0)), 0).decode == PD0
+    assert paths(ClusterView((E0, D0, PD0)), PICTURE, 0)[1] == Path(D0, PD0, (E0,))
+    assert chosen(ClusterView((P0, D0, EP0)), 0) == Path(D0, EP0, (EP0,))
 
 
 def test_avoided_workers_are_the_last_resort() -> None:
-    assert ClusterView((P0, P1), frozenset({"p-0"})).with_role(Role.PREFILL) == (P1,)
-    assert ClusterView((P0,), frozenset({"p-0"})).with_role(Role.PREFILL) == (P0,)
+    avoid = frozenset({"p-0"})
+    assert set(routes(ClusterView((E0, P0, P1, D0), avoid), 4)) == {"d-0 p-1 e-0"}
+    assert chosen(ClusterView((E0, P0, D0), avoid)).prefill == P0
+    assert chosen(ClusterView((E0, P0, D0, MONO), avoid)) == Path(MONO, MONO, (MONO,))
+    assert chosen(ClusterView((E0, P0, D0, MONO), frozenset({"mono-0"})), 1).decode == D0
+    assert chosen(ClusterView((E0, E1, P0, D0), frozenset({"e-0"}))).encoders == (E1,)
+
+
+def pools() -> st.SearchStrategy[list[WorkerInfo]]:
+    some_roles = st.frozensets(st.sampled_from(list(Role)), min_size=1)
+    return st.lists(some_roles, max_size=6).map(
+        lambda pool: [worker(f"w-{number}", *roles) for number, roles in enumerate(pool)]
+    )
+
+
+def complete_paths(pool: Sequence[WorkerInfo], pictures: bool) -> set[tuple[str, ...]]:
+    """Every choice of one worker a stage that could serve a request, by brute force over the rule itself: what a worker
+    decodes it has prefilled if it can, and a worker with a tower embeds what it prefills."""
+    found = set()
+    for decode, prefill, encoder in itertools.product(pool, pool, pool):
+        able = Role.DECODE in decode.roles and Role.PREFILL in prefill.roles
+        together = prefill == decode or Role.PREFILL not in decode.roles
+        sees = Role.ENCODER in encoder.roles and (encoder == prefill or Role.ENCODER not in prefill.roles)
+        if able and together and (sees or not pictures):
+            ids = (decode.worker_id, prefill.worker_id)
+            found.add((*ids, encoder.worker_id) if pictures else ids)
+    return found
+
+
+@given(pools(), st.booleans(), st.integers(0, 50), st.data())
+def test_a_path_is_found_whenever_there_is_one_and_it_avoids_what_it_can(
+    pool: list[WorkerInfo], pictures: bool, turn: int, data: st.DataObject
+) -> None:
+    avoided = data.draw(st.frozensets(st.sampled_from([w.worker_id for w in pool]))) if pool else frozenset()
+    view, items = ClusterView(tuple(pool), avoided), PICTURE if pictures else {}
+    possible = complete_paths(pool, pictures)
+    assert bool(possible) >= (not view.missing_roles())
+    assert not pictures or bool(possible) == (not view.missing_roles())
+    if not possible:
+        with pytest.raises(Unavailable):
+            paths(view, items, turn)
+        return
+    fewest = min(len(set(ids) & avoided) for ids in possible)
+    for path in paths(view, items, turn):
+        encoders = [found for found, _ in encoder_shares(path, items)]
+        ids = tuple(found.worker_id for found in (path.decode, path.prefill, *encoders))
+        assert ids in possible
+        assert len(set(ids) & avoided) == fewest
+
+
+@given(pools(), st.integers(0, 10_000))
+def test_no_worker_sees_anothers_pictures_beside_a_dedicated_encoder(pool: list[WorkerInfo], turn: int) -> None:
+    view = ClusterView((E0, P0, D0, *pool))
+    for path in paths(view, PICTURE, turn):
+        assert path.encoders == (path.prefill,) or {len(found.roles) for found in path.encoders} == {1}
+        assert path.prefill == path.decode or Role.DECODE not in path.prefill.roles
+
+
+@given(pools(), st.booleans())
+def test_those_first_asked_take_equal_turns(pool: list[WorkerInfo], pictures: bool) -> None:
+    view = ClusterView((E0, P0, D0, *pool))
+    count = 60  # a multiple of what there can be first
+    first = Counter(chosen(view, turn, pictures).decode.worker_id for turn in range(count * 7))
+    assert len(set(first.values())) == 1
+    assert set(first) == {found.worker_id for found in view.workers if Role.DECODE in found.roles}
 
 
 def test_few_identities_move_when_an_encoder_leaves() -> None:
     items = {index: item(f"picture {index}") for index in range(300)}
 
     def homes(*encoders: WorkerInfo) -> dict[int, str]:
-        shares = encoder_shares(ClusterView(encoders), P0, items)
-        return {index: found.worker_id for found, share in shares for index in share}
+        (path,) = paths(ClusterView((P0, D0, *encoders)), items, 0)
+        return {index: found.worker_id for found, share in encoder_shares(path, items) for index in share}
 
     before, after = homes(E0, E1, E2), homes(E0, E2)
     assert set(before) == set(items)

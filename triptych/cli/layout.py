@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.cli.settings import DEFAULT_PORT, UpSettings
 from triptych.core.errors import StartupError
+from triptych.core.topology import WorkerKind, kinds_of
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT = {"encoder": 8101, "prefill": 8201, "decode": 8301, "mono": 8101}
+# By service.
+FIRST_PORT = {"encoder": 8101, "prefill": 8201, "decode": 8301, "mono": 8401}
 FIRST_METRICS_PORT = 9401
 
 IsFree = Callable[[str, int], bool]
@@ -68,14 +70,15 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
     """
     if settings.port == 0:
         port_free = _never_free
-    names = _names(settings)
-    threads = settings.threads or max(1, cores // len(names))
-    specs = []
-    for position, (role, index) in enumerate(names):
-        port = FIRST_PORT[role] + index
+    wanted = _wanted(settings)
+    threads = settings.threads or max(1, cores // len(wanted))
+    specs: list[ProcessSpec] = []
+    for position, (kind, index) in enumerate(wanted):
+        name = f"{kind.name}-{index}"
+        port = FIRST_PORT[kind.service] + sum(spec.role == kind.service for spec in specs)
         metrics_port = FIRST_METRICS_PORT + position
         flags = {
-            "--worker-id": f"{role}-{index}",
+            "--worker-id": name,
             "--model": str(model),
             "--runtime-dir": str(runtime),
             "--host": LOOPBACK,
@@ -83,7 +86,9 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
             "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
             "--threads": str(threads),
         }
-        specs.append(ProcessSpec(f"{role}-{index}", role, _flat(flags)))
+        if kind.service == "prefill":
+            flags["--also"] = ",".join(kind.also)  # even if empty: the topology decides, not the file
+        specs.append(ProcessSpec(name, kind.service, _flat(flags)))
     return specs
 
 
@@ -96,11 +101,20 @@ def router(settings: UpSettings, model: Path, runtime: Path, port: int) -> Proce
     return ProcessSpec("router", "router", _flat(flags))
 
 
-def _names(settings: UpSettings) -> list[tuple[str, int]]:
-    if settings.topology == "mono":
-        return [("mono", 0)]
-    counts = {"encoder": settings.encoders, "prefill": settings.prefills, "decode": settings.decodes}
-    return [(role, index) for role, count in counts.items() for index in range(count)]
+def overridden(specs: Sequence[ProcessSpec], tables: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """A sentence for each setting in a service's table of the file that the launcher's own flags override."""
+    ours = {spec.role: {flag.removeprefix("--").replace("-", "_") for flag in spec.flags[::2]} for spec in specs}
+    return [
+        f"[{role}] sets {name} in the file, which triptych up decides itself: it is ignored"
+        for role, names in ours.items()
+        for name in sorted(names & set(tables.get(role, {})))
+    ]
+
+
+def _wanted(settings: UpSettings) -> list[tuple[WorkerKind, int]]:
+    """Each worker: its kind, and its number among its like."""
+    counts = settings.counts
+    return [(kind, index) for kind in kinds_of(settings.topology) for index in range(counts[kind.count])]
 
 
 def _flat(flags: dict[str, str]) -> tuple[str, ...]:

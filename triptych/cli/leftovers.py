@@ -39,17 +39,26 @@ def take_over(folder: RuntimeFolder, registry: StaticRegistry) -> tuple[FileLock
     return lock, swept + [f"segment {name}" for name in sweep_dead_segments()]
 
 
+def is_users_own(path: Path | None) -> bool:
+    """Whether the user made that folder, and no cluster that was killed has left it. To be asked before a RuntimeFolder
+    is made of it."""
+    return path is not None and path.is_dir() and not (path / "workers").exists()
+
+
 def clear(folder: RuntimeFolder, registry: StaticRegistry, lock: FileLock) -> None:
-    """Removes everything of a cluster whose processes have ended, and the folder itself if nothing else is in it."""
+    """Removes everything of a cluster whose processes have ended."""
     registry.sweep()
     sweep_dead_segments()
     shutil.rmtree(folder.path / LOGS, ignore_errors=True)
     if not registry.refresh():
         (folder.path / "token").unlink(missing_ok=True)
     lock.release()
-    for path in (folder.workers_path, folder.path):
-        with contextlib.suppress(OSError):
-            path.rmdir()
+    _remove_if_empty(folder.workers_path)
+
+
+def remove(folder: RuntimeFolder) -> None:
+    """Removes the folder that was made for a cluster, if nothing else is in it."""
+    _remove_if_empty(folder.path)
 
 
 def log_folder(folder: RuntimeFolder, wanted: Path | None) -> Path:
@@ -71,3 +80,8 @@ def _wait_for_the_dying(folder: RuntimeFolder, registry: StaticRegistry) -> None
                 f"workers already run in {folder.path}: {names}; stop them, or give this cluster another --runtime-dir"
             )
         time.sleep(0.05)
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.errors import StartupError
+from triptych.core.topology import COUNTS, TOPOLOGIES, check_counts
 
-TOPOLOGIES = ("e-p-d", "mono")
 DEFAULT_PORT = 8000
 
 
@@ -17,11 +17,15 @@ class UpSettings:
 
     model: Path | None = field(default=None, metadata={"help": "folder of the checkpoint; without it the bundled one"})
     topology: str = field(
-        default="e-p-d", metadata={"choices": TOPOLOGIES, "help": "a process for each stage, or one for all"}
+        default="e-p-d",
+        metadata={"help": f"which stages share a process: {', '.join(TOPOLOGIES)}, or several joined by +"},
     )
     encoders: int = field(default=1, metadata={"min": 1, "max": 64, "help": "encoder processes"})
-    prefills: int = field(default=1, metadata={"min": 1, "max": 64, "help": "prefill processes"})
+    prefills: int = field(
+        default=1, metadata={"min": 1, "max": 64, "help": "prefill processes, with decode in e-pd, with vision in p-d"}
+    )
     decodes: int = field(default=1, metadata={"min": 1, "max": 64, "help": "decode processes"})
+    monos: int = field(default=1, metadata={"min": 1, "max": 64, "help": "processes of mono, which do all"})
     host: str = field(default="127.0.0.1", metadata={"help": "where the API listens; workers stay on loopback"})
     port: int | None = field(
         default=None,
@@ -44,8 +48,12 @@ class UpSettings:
     startup_timeout: float = field(default=180.0, metadata={"min": 1, "help": "seconds until a start has failed"})
 
     def __post_init__(self) -> None:
-        if self.topology == "mono" and (self.encoders, self.prefills, self.decodes) != (1, 1, 1):
-            raise ValueError("--encoders, --prefills and --decodes belong to the topology e-p-d")
+        check_counts(self.topology, self.counts)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many workers of the kinds that go by that count."""
+        return {name: getattr(self, name) for name in COUNTS}
 
 
 def check_model(path: Path) -> Path:

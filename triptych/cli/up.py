@@ -16,7 +16,7 @@ from triptych.cli.signals import StopSignals
 from triptych.cli.supervisor import ApiAddress, Supervisor
 from triptych.core.environment import CONFIG_VARIABLE
 from triptych.core.ready_file import check_ready_file, write_ready_file
-from triptych.core.settings import config_path, load_settings
+from triptych.core.settings import config_path, config_tables, load_settings
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.ready_file:
         check_ready_file(settings.ready_file)
     signals = StopSignals()
+    keeps_folder = leftovers.is_users_own(settings.runtime_dir)
     folder = RuntimeFolder(settings.runtime_dir)
     registry = StaticRegistry(folder)
     display = make_display()
@@ -46,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         if settings.ready_file:
             settings.ready_file.unlink(missing_ok=True)
         leftovers.clear(folder, registry, lock)
+        if not keeps_folder:
+            leftovers.remove(folder)
     display.say("stopped")
     return 0
 
@@ -62,8 +65,12 @@ def _assemble(
     logs = leftovers.log_folder(folder, settings.log_dir)
     cores = len(os.sched_getaffinity(0))
     specs = layout.workers(settings, model, folder.path, cores, layout.is_free)
+    router_spec = layout.router(settings, model, folder.path, port)
+    if config := config_path((), os.environ):
+        for warning in layout.overridden([*specs, router_spec], config_tables(config)):
+            display.say(warning)
     workers = [Child(spec, logs / f"{spec.name}.log") for spec in specs]
-    router = Child(layout.router(settings, model, folder.path, port), logs / "router.log")
+    router = Child(router_spec, logs / "router.log")
     return Supervisor(workers, router, registry, ApiAddress(settings.host, port), display, signals)
 
 

@@ -17,6 +17,7 @@
     ├── AttemptError            this try is over, another may work
     │   ├── StaleAttempt        a newer attempt is known
     │   ├── PeerLost            a worker or its session went away
+    │   │   └── ReceiverLost    the one that a worker was to send to
     │   ├── EmbeddingMissing    a dispatched embedding did not come
     │   └── TransferRefused     handle, generation, length or checksum is wrong
     ├── DeadlineExceeded                                              504
@@ -128,6 +129,10 @@ class StaleAttempt(AttemptError):
 class PeerLost(AttemptError):
     code = "peer_lost"
     grpc_status = "UNAVAILABLE"
+
+
+class ReceiverLost(PeerLost):
+    code = "receiver_lost"
 
 
 class EmbeddingMissing(AttemptError):

@@ -75,6 +75,11 @@ def config_path(argv: Sequence[str], environ: Mapping[str, str]) -> Path | None:
     return Path(named).absolute() if named else None
 
 
+def config_tables(path: Path) -> dict[str, dict[str, object]]:
+    """The tables of a file with settings, by name, as they stand. Raises StartupError when it cannot be read."""
+    return {name: table for name, table in _parse_document(path).items() if isinstance(table, dict)}
+
+
 def run_main(main: Callable[[], int]) -> int:
     """The exit status of `main`; a StartupError becomes one sentence on standard error and status 1."""
     try:

@@ -26,7 +26,7 @@ class WorkerInfo:
     """One process; the domain form of the wire's WorkerRecord.
 
     Attributes:
-        roles: one role, or all three in a `mono` worker.
+        roles: the stages that it serves; `core/topology.py` has the usual combinations.
         grpc_address: host:port of its gRPC server.
         host_id: equal on all workers that can share memory.
         transports: data-plane transports that it can do, best first.

@@ -260,15 +260,20 @@ class LanguageEngine:
             sequence.sink.admitted(sequence.pages.cached_tokens)
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """All uncached pages and the landing room of all missing items, or nothing."""
-        pages = self.manager.reserve(sequence.plan.cache_salt, sequence.ids, self._tokens_to_hold(sequence))
-        if pages is None:
-            return False
-        items = [PendingItem(item) for item in sequence.plan.items]
-        missing = {i: self._item_bytes(p) for i, p in enumerate(items) if p.item.end > pages.cached_tokens}
+        """All uncached pages and the landing room of all missing items, or nothing.
+
+        Landing room comes first: it is given back without loss, while room for pages may cost cached ones.
+        """
+        salt, items = sequence.plan.cache_salt, [PendingItem(item) for item in sequence.plan.items]
+        cached_tokens = self.manager.match_tokens(salt, sequence.ids)
+        missing = {i: self._item_bytes(p) for i, p in enumerate(items) if p.item.end > cached_tokens}
         if not self.landing.try_reserve(sequence.ref, missing):
-            self.manager.release(pages)
             return False
+        pages = self.manager.reserve(salt, sequence.ids, self._tokens_to_hold(sequence))
+        if pages is None:
+            self.landing.abandon(sequence.ref)
+            return False
+        assert pages.cached_tokens == cached_tokens, "nothing came between"
         for pending in items:
             if pending.item.end <= pages.cached_tokens:
                 pending.source = EmbeddingSource.RADIX

@@ -213,7 +213,14 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         metrics.DECODE_WAITING_KV.set(len(self._without_kv))
 
     def _check_local(self, plan: Plan) -> None:
-        """Room is found by the prefill half, all at once; here only what waits is bounded."""
+        """Room is found by the prefill half, all at once; here only what waits is bounded, and what no empty pool could
+        hold is refused while the router can still ask another worker."""
+        manager = self._parts.engine.manager
+        if manager.pages_for(plan.num_total_tokens - 1) > manager.num_usable:
+            raise RequestTooLarge(
+                f"prompt and answer need {plan.num_total_tokens - 1} tokens of KV; this worker holds "
+                f"{manager.num_usable * manager.page_tokens}. Shorten the prompt or lower max_tokens"
+            )
         if len(self._answers) >= self._parts.engine.limits.max_waiting:
             raise NoRoom("this worker's queue is full right now")
 

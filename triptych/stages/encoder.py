@@ -16,6 +16,7 @@ from triptych.core.errors import (
     InvalidRequest,
     MediaMismatch,
     PeerLost,
+    ReceiverLost,
     RequestError,
     TransferRefused,
     TriptychError,
@@ -29,6 +30,7 @@ from triptych.rpc import convert
 from triptych.rpc.errors import AbortOnError
 from triptych.stages.attempts import AttemptFence
 from triptych.stages.embeddings import EmbeddingSupply
+from triptych.stages.links import needs_receiver
 from triptych.stages.tasks import Background
 from triptych.transport.layout import checksum64
 from triptych.transport.link import EmbeddingLink
@@ -108,7 +110,8 @@ class _EncodeRun:
         self._answers: asyncio.Queue[pb.EncodeResponse | TriptychError] = asyncio.Queue()
 
     async def responses(self, requests: AsyncIterator[pb.EncodeRequest]) -> AsyncIterator[pb.EncodeResponse]:
-        link = await self._stage._links.embedding(self._prefill)
+        with needs_receiver():
+            link = await self._stage._links.embedding(self._prefill)
         tasks = [asyncio.create_task(self._read_media(requests))]
         tasks += [asyncio.create_task(self._encode(link, index, item)) for index, item in self._items.items()]
         is_complete = False
@@ -151,9 +154,12 @@ class _EncodeRun:
             raise InvalidRequest(f"{item.modality.value} input is not served yet")
         start_ns = self._stage._clock.monotonic_ns()
         num_bytes = item.num_tokens * self._stage._supply.row_bytes
-        slot = await link.request_slot(
-            self._ref, index, item.identity, item.num_tokens, num_bytes, timeout_s=self._timeout_s
-        )
+        try:
+            slot = await link.request_slot(
+                self._ref, index, item.identity, item.num_tokens, num_bytes, timeout_s=self._timeout_s
+            )
+        except PeerLost:  # here a deadline is the request's own: room may be long in coming
+            raise ReceiverLost("the prefill worker was lost to the encoder") from None
         self._timeline.add("slot_wait", start_ns, item_index=index)
         if isinstance(slot, HaveIt):
             self._timeline.add("radix_hit", start_ns, source=slot.source, item_index=index)
@@ -171,7 +177,8 @@ class _EncodeRun:
             raise MediaMismatch("the picture's embedding has another length than the prompt")
         view = link.slot_view(slot)
         view[:] = data
-        await link.commit_embedding(self._ref, index, slot, source, checksum64(data))
+        with needs_receiver():
+            await link.commit_embedding(self._ref, index, slot, source, checksum64(data))
         self._timeline.add("write", start_ns, num_bytes=len(data), source=source, item_index=index)
 
     def _item_done(self, index: int, source: EmbeddingSource, num_bytes: int) -> pb.EncodeResponse:

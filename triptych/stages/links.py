@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from triptych.core.errors import PeerLost
+from triptych.core.errors import DeadlineExceeded, PeerLost, ReceiverLost
 from triptych.core.ids import WorkerRef
 from triptych.core.worker import WorkerInfo
 from triptych.registry.static import StaticRegistry
@@ -33,3 +35,15 @@ class RegistryLinks:
                 if info.ref == worker:
                     return info
         raise PeerLost("a worker of this request has left the cluster")
+
+
+@contextmanager
+def needs_receiver() -> Iterator[None]:
+    """Around what only waits for the receiver: if it is gone, or silent until the link's own time is up, the fault is
+    its own and not the sender's, and another receiver may do. Raises ReceiverLost then."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        raise ReceiverLost("a worker did not answer the one that was to send to it") from error
+    except PeerLost as error:
+        raise ReceiverLost("a worker was lost to the one that was to send to it") from error

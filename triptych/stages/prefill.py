@@ -25,6 +25,7 @@ from triptych.rpc.errors import AbortOnError
 from triptych.stages.attempts import AttemptFence
 from triptych.stages.events import Admitted, Decoding, EventStream, Finished, HandedOff, Sampled, SplitStream
 from triptych.stages.landing import EmbeddingLanding
+from triptych.stages.links import needs_receiver
 from triptych.stages.sequences import check_plan, new_sequence
 from triptych.stages.tasks import Background, on_engine
 from triptych.transport.layout import num_pages_in
@@ -173,7 +174,7 @@ class _PrefillRun:
     async def _bind(self) -> None:
         """Turns the credit into pages and gives the engine a view of the decode worker's pool."""
         parts = self._parts
-        with self._timeline.span("bind"):
+        with self._timeline.span("bind"), needs_receiver():
             self._link = await parts.links.kv(WorkerRef(self._grant.worker_id, self._grant.epoch))
             self._grant = await self._link.bind_kv(self._ref, self._grant)
         buffer = self._link.arena_buffer
@@ -188,9 +189,10 @@ class _PrefillRun:
     async def _commit(self, num_bytes: int) -> None:
         assert self._link is not None and self._first_token is not None
         start_ns = self._parts.clock.monotonic_ns()
-        await self._link.commit_kv(
-            self._ref, self._grant, self._plan.num_prompt_tokens, num_bytes, self._first_token, self._position_delta
-        )
+        with needs_receiver():
+            await self._link.commit_kv(
+                self._ref, self._grant, self._plan.num_prompt_tokens, num_bytes, self._first_token, self._position_delta
+            )
         self._timeline.add("kv_commit", start_ns, num_bytes=num_bytes)
         self._is_handed_over = True
         self._parts.engine.post(partial(self._parts.engine.handed_over, self._ref))

@@ -60,7 +60,7 @@ ENGINE_GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What to run: a role with its settings, or all three."""
+    """What to run: roles with their settings. Prefill and decode in one process share one engine and one pool."""
 
     common: WorkerSettings
     vision: VisionSettings | None = None
@@ -71,6 +71,26 @@ class WorkerPlan:
     def roles(self) -> frozenset[Role]:
         parts = ((Role.ENCODER, self.vision), (Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
         return frozenset(role for role, settings in parts if settings is not None)
+
+    @property
+    def language(self) -> LanguageSettings | None:
+        return self.prefill or self.decode
+
+    @property
+    def decodes_locally(self) -> bool:
+        """Whether what it decodes was prefilled in this process, always: then the answer's room is reserved with the
+        prompt's, and no other process writes to the pool."""
+        return self.prefill is not None and self.decode is not None
+
+    @property
+    def lands_embeddings_of_others(self) -> bool:
+        """Whether encoders in other processes write to its landing arena. A prefill worker with a vision tower of its
+        own is sent no pictures by others."""
+        return self.prefill is not None and self.vision is None
+
+    @property
+    def lands_kv_of_others(self) -> bool:
+        return self.decode is not None and not self.decodes_locally
 
 
 class _Engine(Protocol):
@@ -96,6 +116,9 @@ class Worker:
         self._transfer: TransferServicer | None = None
         self.supply: EmbeddingSupply | None = None
         self.language_engine: LanguageEngine | None = None
+        self.landing: EmbeddingLanding | None = None
+        self.decode_stage: DecodeStage | None = None
+        self.link_pool: LinkPool | None = None
         self.info: WorkerInfo | None = None
 
     async def start(self) -> None:
@@ -138,8 +161,8 @@ class Worker:
     async def _build(self, adapter: Adapter, compute: ComputeChoice, channels: ChannelPool) -> None:
         receivers = Receivers()
         endpoint = Endpoint(self.ref, host_id(), TRANSPORTS)
-        pool = LinkPool(endpoint, partial(transfer_stub, channels), receivers)
-        language = self._plan.prefill or self._plan.decode
+        pool = self.link_pool = LinkPool(endpoint, partial(transfer_stub, channels), receivers)
+        language = self._plan.language
         page_tokens = language.page_tokens if language is not None else 0
         kv = adapter.kv_shape
         links = RegistryLinks(
@@ -180,9 +203,8 @@ class Worker:
         links: RegistryLinks,
         receivers: Receivers,
     ) -> None:
-        is_mono = self._plan.prefill is not None and self._plan.decode is not None
         self._shape = pool_shape(adapter, settings, compute.dtype)
-        tensor, kv_arena = self._make_pool(self._shape, compute, links.kv_layout, is_shared=self._plan.prefill is None)
+        tensor, kv_arena = self._make_pool(self._shape, compute, links.kv_layout)
         slots = SlotAllocator(settings.landing_bytes)
         stage_name = "prefill" if self._plan.prefill is not None else "decode"
         engine = await asyncio.to_thread(
@@ -190,10 +212,12 @@ class Worker:
         )
         self.language_engine = engine
         self._run_engine(engine)
-        local = self._build_decode(adapter, engine, compute, tensor, kv_arena, receivers, is_mono)
+        if self._plan.decode is not None:
+            self.decode_stage = self._build_decode(adapter, engine, compute, tensor, kv_arena, receivers)
         if self._plan.prefill is not None:
-            landing = EmbeddingLanding(engine, self._make_landing(settings, links, is_mono), compute.dtype)
+            landing = self.landing = EmbeddingLanding(engine, self._make_landing(settings, links), compute.dtype)
             receivers.embedding = landing
+            local = self.decode_stage
             parts = PrefillParts(
                 engine, adapter, self.ref, tensor, self._shape, landing, links, self._clock, self._background, local
             )
@@ -207,29 +231,25 @@ class Worker:
         tensor: torch.Tensor,
         arena: Arena | None,
         receivers: Receivers,
-        is_mono: bool,
-    ) -> DecodeStage | None:
-        if self._plan.decode is None:
-            return None
+    ) -> DecodeStage:
         land_pages = None
         if arena is not None and compute.device.type != "cpu":
             mirror = view_pool(arena.buffer, self._shape, compute.dtype)
             land_pages = partial(_land_pages, mirror, tensor)
         grants = GrantTable(self.ref, engine.manager)
+        is_local = self._plan.decodes_locally
         stage = DecodeStage(
-            DecodeParts(engine, adapter, self.ref, grants, self._clock, self._background, is_mono, arena, land_pages)
+            DecodeParts(engine, adapter, self.ref, grants, self._clock, self._background, is_local, arena, land_pages)
         )
         if arena is not None:
             receivers.kv = stage
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, stage)
         return stage
 
-    def _make_pool(
-        self, shape: PoolShape, compute: ComputeChoice, layout: bytes, *, is_shared: bool
-    ) -> tuple[torch.Tensor, Arena | None]:
-        """The pool tensor, and for a decode worker the shared segment that others write to: the pool itself on a CPU,
-        a host mirror of it on a GPU."""
-        if not is_shared:
+    def _make_pool(self, shape: PoolShape, compute: ComputeChoice, layout: bytes) -> tuple[torch.Tensor, Arena | None]:
+        """The pool tensor, and where others write KV the shared segment for it: the pool itself on a CPU, a host mirror
+        of it on a GPU."""
+        if not self._plan.lands_kv_of_others:
             return _new_pool(shape, compute), None
         segment = self._segment(shape.pool_bytes(compute.dtype), "kv")
         arena = Arena.shared(ArenaKind.KV, layout, segment)
@@ -237,8 +257,8 @@ class Worker:
             return view_pool(segment.buffer, shape, compute.dtype), arena
         return _new_pool(shape, compute), arena
 
-    def _make_landing(self, settings: LanguageSettings, links: RegistryLinks, is_mono: bool) -> Arena:
-        if is_mono:
+    def _make_landing(self, settings: LanguageSettings, links: RegistryLinks) -> Arena:
+        if not self._plan.lands_embeddings_of_others:
             with _enough_memory("--landing-bytes", settings.landing_bytes):
                 buffer = memoryview(bytearray(settings.landing_bytes))
             return Arena(ArenaKind.EMBEDDING, links.embedding_layout, buffer)
@@ -262,7 +282,7 @@ class Worker:
         metrics_port = metrics.serve_metrics(common.host, common.metrics_port)
         watcher = asyncio.create_task(self._registry.run(), name="registry")
         self._exit.callback(watcher.cancel)
-        language = self._plan.prefill or self._plan.decode
+        language = self._plan.language
         self.info = WorkerInfo(
             worker_id=self.ref.worker_id,
             epoch=self.ref.epoch,

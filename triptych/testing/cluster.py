@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import FinishReason, Modality, Plan
 from triptych.core.timeline import TimelineEvent
+from triptych.core.topology import kinds_of
+from triptych.core.worker import Role
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
@@ -38,7 +40,8 @@ from triptych.stages.worker import Worker, WorkerPlan
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 from triptych.text.tokenizer import ChatTokenizer
 
-Topology = Literal["e-p-d", "mono"]
+Topology = str
+"""`e-p-d`, `e-pd`, `p-d`, `mono`, or several joined by `+`; `core/topology.py` has them."""
 
 MAX_PIXELS = 100_000_000
 TIMEOUT_S = 120.0
@@ -84,7 +87,10 @@ class LogitsTap:
 
 
 class InProcessCluster:
-    """Owner of its workers, a temporary runtime folder and the router's pipeline. An async context manager."""
+    """Owner of its workers, a temporary runtime folder and the router's pipeline. An async context manager.
+
+    The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers.
+    """
 
     def __init__(
         self,
@@ -98,10 +104,11 @@ class InProcessCluster:
         num_prefills: int = 1,
         num_decodes: int = 1,
         num_encoders: int = 1,
+        num_monos: int = 1,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
-        self._topology = topology
+        self._kinds = kinds_of(topology)
         self._dtype = dtype
         self._language = {
             "chunk_tokens": chunk_tokens,
@@ -109,7 +116,12 @@ class InProcessCluster:
             "landing_bytes": 16 << 20,
             "min_partial_tokens": min(64, chunk_tokens),
         }
-        self._counts = {"encoder": num_encoders, "prefill": num_prefills, "decode": num_decodes}
+        self._counts = {
+            "encoders": num_encoders,
+            "prefills": num_prefills,
+            "decodes": num_decodes,
+            "monos": num_monos,
+        }
         self._exit = AsyncExitStack()
         self.workers: list[Worker] = []
 
@@ -196,13 +208,17 @@ class InProcessCluster:
                 worker.language_engine.call(worker.language_engine.manager.check_integrity).result(10.0)
 
     def _plans(self) -> list[WorkerPlan]:
+        names = {f"{kind.name}-{i}": kind for kind in self._kinds for i in range(self._counts[kind.count])}
+        return [self._plan_of(name, kind.roles) for name, kind in names.items()]
+
+    def _plan_of(self, worker_id: str, roles: frozenset[Role]) -> WorkerPlan:
         vision, language = VisionSettings(), LanguageSettings(**self._language)
-        if self._topology == "mono":
-            return [WorkerPlan(self._common("mono-0"), vision=vision, prefill=language, decode=language)]
-        plans = [WorkerPlan(self._common(f"encoder-{i}"), vision=vision) for i in range(self._counts["encoder"])]
-        plans += [WorkerPlan(self._common(f"prefill-{i}"), prefill=language) for i in range(self._counts["prefill"])]
-        plans += [WorkerPlan(self._common(f"decode-{i}"), decode=language) for i in range(self._counts["decode"])]
-        return plans
+        return WorkerPlan(
+            self._common(worker_id),
+            vision=vision if Role.ENCODER in roles else None,
+            prefill=language if Role.PREFILL in roles else None,
+            decode=language if Role.DECODE in roles else None,
+        )
 
     def _common(self, worker_id: str) -> WorkerSettings:
         return WorkerSettings(
