@@ -7,7 +7,7 @@ loaded by itself through transformers would stay random without a word.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,13 +52,18 @@ def _sharded_index(index_path: Path) -> dict[str, Path]:
     return {name: index_path.parent / shard for name, shard in weight_map.items()}
 
 
-def select_prefix(index: Mapping[str, Path], prefixes: Iterable[str]) -> dict[str, str]:
-    """Name within the part -> name in the checkpoint, for the first prefix under which the checkpoint has tensors."""
-    for prefix in prefixes:
-        found = {name[len(prefix) :]: name for name in index if name.startswith(prefix)}
-        if found:
-            return found
-    return {}
+def select_prefix(index: Iterable[str], prefixes: Sequence[str]) -> dict[str, str]:
+    """Name within the part -> name in the checkpoint, under the prefix that most of its tensors have.
+
+    A tensor counts under the first prefix that fits it. What stands under another than the chosen one is left out, for
+    `check_all_claimed` to name.
+    """
+    groups: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
+    for name in index:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            groups[prefix][name[len(prefix) :]] = name
+    return max(groups.values(), key=len)
 
 
 def check_all_claimed(index: Mapping[str, Path], claimed: Iterable[str]) -> None:

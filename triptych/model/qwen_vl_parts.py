@@ -7,7 +7,8 @@ dropped. What a family does differently is a subclass of these parts in a module
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -157,11 +158,10 @@ def _on_meta(adapter: QwenVLAdapter) -> Any:
         raise StartupError(f"{CONFIG_FILE} is not one of a {adapter.architecture}: {error}") from error
 
 
-def _names_of_parts(index: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def _names_of_parts(index: Mapping[str, Path]) -> tuple[dict[str, str], dict[str, str]]:
     """Tensors of the tower and of the language model without its head: name within the part -> in the checkpoint."""
     vision = select_prefix(index, VISION_PREFIXES)
-    rest = {name: path for name, path in index.items() if name not in set(vision.values())}
-    language = select_prefix(rest, LANGUAGE_PREFIXES)
+    language = select_prefix(index.keys() - set(vision.values()), LANGUAGE_PREFIXES)
     check_all_claimed(index, [*vision.values(), *language.values(), HEAD_NAME])
     return vision, language
 

@@ -23,7 +23,7 @@ import torch
 from triptych.core.errors import StartupError
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 
@@ -56,6 +56,8 @@ class WeightsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # One for all: what is taken and given back for each tensor leaves holes between the tensors that stay.
+        self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         self._file = _open(path)
         try:
             self.tensors = _read_header(self._file, path)
@@ -85,8 +87,8 @@ class WeightsFile:
         flat, file_dtype = filled.view(-1), FLOAT_DTYPES[stored.dtype]
         self._file.seek(stored.begin)
         is_direct = file_dtype == dtype and device.type == "cpu"
-        step = PIECE_BYTES // file_dtype.itemsize
-        piece = torch.empty(0 if is_direct else min(step, stored.num_elements), dtype=file_dtype)
+        piece = self._piece.view(file_dtype)
+        step = len(piece)
         for first in range(0, stored.num_elements, step):
             part = flat[first : first + step]
             target = part if is_direct else piece[: len(part)]
