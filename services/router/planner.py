@@ -12,7 +12,8 @@ from services.router.chat_request import ChatRequest
 from services.router.media import Media
 from triptych.core.errors import RequestTooLarge, StartupError
 from triptych.core.plan import Item, Modality, Plan, Sampling, TokenRange
-from triptych.model.adapters.base import ItemLayout, read_json
+from triptych.model.adapters.base import ItemLayout
+from triptych.model.checkpoint_files import read_json
 from triptych.text.messages import ChatMessage
 from triptych.text.tokenizer import EncodedChat
 

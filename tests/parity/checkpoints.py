@@ -1,10 +1,12 @@
-"""A tiny random Qwen2.5-VL checkpoint whose answers react to everything that may go wrong.
+"""Tiny random checkpoints, one of each family, whose answers react to everything that may go wrong.
 
 Random weights as a library initialises them are a bad witness: attention is nearly uniform, pictures hardly reach the
 logits, and greedy output falls into a loop that hides any fault. Here every part is scaled on purpose: attention is
 sharp, the rows of a picture are as loud as those of words, what attention adds to the residual outweighs the token
 itself (so that outputs do not loop), and the rotary base is small enough that one row or column turns every pair of
 the head. `test_parity_checkpoint_is_a_witness` shows what that buys.
+
+The weights come from numpy's generator in float64, so that they are the same bits whatever the processor's vectors are.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import transformers
 from torch import nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 DEMO_DIR = Path(__file__).resolve().parents[2] / "assets" / "demo-vl"
 SIDE_FILES = (
@@ -31,28 +37,103 @@ DEFAULT_SEED = 7
 HIDDEN = 64
 VISION_HIDDEN = 32
 
-# Standard deviation of each weight as a multiple of 1 / sqrt(fan-in); the first matching name wins.
-GAINS: tuple[tuple[str, float], ...] = (
-    ("visual.patch_embed", 1.0),
-    ("visual.merger.mlp.0", 1.6),
-    ("visual.merger.mlp.2", 1.0),
-    ("attn.qkv", 1.5),
-    ("attn.proj", 1.5),
-    ("q_proj", 1.5),
-    ("k_proj", 1.5),
-    ("v_proj", 1.5),
-    ("o_proj", 2.0),
-    ("lm_head", 1.5),
-    ("", 1.5),
-)
+Noise = npt.NDArray[np.float64]
+Gains = tuple[tuple[str, float], ...]
+"""Standard deviation of each weight as a multiple of 1 / sqrt(fan-in); the first matching name wins."""
+
+LANGUAGE_GAINS: Gains = (("o_proj", 2.0), ("", 1.5))
 BIAS_STD = 0.3
 NORM_STD = 0.2
+# Where queries are normalised, their norm's weights alone say how sharp attention is.
+NORM_MEANS = {"q_norm": 2.5}
 
 
-def tiny_config(vocab_size: int, special: dict[str, int]) -> Qwen2_5_VLConfig:
-    """Three language layers, three vision blocks (two of windows, one of full attention), grouped queries."""
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """How a family's checkpoint is made; `text` and `vision` go over what all have in common."""
+
+    architecture: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    gains: Gains
+    processor: dict[str, Any]
+
+
+FAMILIES: dict[str, Tiny] = {
+    "qwen2-vl": Tiny(
+        "Qwen2VLForConditionalGeneration",
+        {},
+        {"embed_dim": VISION_HIDDEN, "hidden_size": HIDDEN, "mlp_ratio": 2, "patch_size": 14},
+        (("visual.patch_embed", 1.0), ("visual.merger.mlp.0", 1.6), ("visual.merger.mlp.2", 1.0), *LANGUAGE_GAINS),
+        {},
+    ),
+    # Two blocks of windows, one of full attention.
+    "qwen2.5-vl": Tiny(
+        "Qwen2_5_VLForConditionalGeneration",
+        {},
+        {
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 2 * VISION_HIDDEN,
+            "out_hidden_size": HIDDEN,
+            "patch_size": 14,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        (("visual.patch_embed", 1.0), ("visual.merger.mlp.0", 1.6), ("visual.merger.mlp.2", 1.0), *LANGUAGE_GAINS),
+        {},
+    ),
+    # Heads wider than their share of the hidden size; two levels, the last block gives none.
+    "qwen3-vl": Tiny(
+        "Qwen3VLForConditionalGeneration",
+        {"head_dim": 32, "rope_parameters": {"rope_theta": 10.0, "mrope_section": [6, 5, 5]}},
+        {
+            "hidden_size": VISION_HIDDEN,
+            "intermediate_size": 2 * VISION_HIDDEN,
+            "out_hidden_size": HIDDEN,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        (
+            ("visual.patch_embed", 1.0),
+            ("visual.pos_embed", 2.0),
+            ("visual.merger.linear_fc1", 1.6),
+            ("visual.merger.linear_fc2", 1.0),
+            ("deepstack_merger_list", 2.0),
+            *LANGUAGE_GAINS,
+        ),
+        {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}},
+    ),
+}
+
+
+def make_tiny(family: str, directory: Path, seed: int = DEFAULT_SEED, base: Path = DEMO_DIR) -> Path:
+    """Writes the checkpoint of `seed`; tokenizer, template and processor settings are those of `base`.
+
+    Equal seeds give equal weights (one generator, parameters in the order of their names).
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tiny = FAMILIES[family]
+    stock: Any = getattr(transformers, tiny.architecture)
+    model = stock(stock.config_class(**_config(tiny, json.loads((base / "config.json").read_text()))))
+    _fill(model, np.random.default_rng(seed), tiny.gains)
+    model.save_pretrained(directory)
+    for name in SIDE_FILES:  # after saving, so that the generation settings are the base's
+        shutil.copyfile(base / name, directory / name)
+    processor = json.loads((directory / "preprocessor_config.json").read_text()) | tiny.processor
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    return directory
+
+
+def make_tiny_qwen2_5_vl(directory: Path, seed: int, base: Path) -> Path:
+    return make_tiny("qwen2.5-vl", directory, seed, base)
+
+
+def _config(tiny: Tiny, base: dict[str, Any]) -> dict[str, Any]:
+    """Three language layers with grouped queries, three vision blocks."""
     text = {
-        "vocab_size": vocab_size,
+        "vocab_size": base["text_config"]["vocab_size"],
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
         "num_hidden_layers": 3,
@@ -60,74 +141,35 @@ def tiny_config(vocab_size: int, special: dict[str, int]) -> Qwen2_5_VLConfig:
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 3, 3]},
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "rope_parameters": {"rope_theta": 10.0, "mrope_section": [2, 3, 3]},
+        "bos_token_id": base["text_config"]["pad_token_id"],
+        "eos_token_id": base["text_config"]["eos_token_id"],
+        "pad_token_id": base["text_config"]["pad_token_id"],
+    } | tiny.text
+    text["rope_parameters"] = {"rope_type": "default", **text["rope_parameters"]}
+    vision = {"depth": 3, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2} | tiny.vision
+    special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {
+        "text_config": text,
+        "vision_config": vision,
         "tie_word_embeddings": False,
-        "bos_token_id": special["pad"],
-        "eos_token_id": special["eos"],
-        "pad_token_id": special["pad"],
+        **{name: base[name] for name in special},
     }
-    vision = {
-        "depth": 3,
-        "hidden_size": VISION_HIDDEN,
-        "num_heads": 2,
-        "intermediate_size": 2 * VISION_HIDDEN,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": HIDDEN,
-        "tokens_per_second": 2,
-    }
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=special["image"],
-        video_token_id=special["video"],
-        vision_start_token_id=special["vision_start"],
-        vision_end_token_id=special["vision_end"],
-        tie_word_embeddings=False,
-    )
 
 
-def make_tiny_qwen2_5_vl(directory: Path, seed: int, base: Path) -> Path:
-    """Writes the checkpoint of `seed`; tokenizer, template and processor settings are those of `base`.
-
-    Equal seeds give equal weights (one generator, parameters in the order of their names).
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    base_config = json.loads((base / "config.json").read_text())
-    special = {
-        "pad": base_config["text_config"]["pad_token_id"],
-        "eos": base_config["text_config"]["eos_token_id"],
-        "image": base_config["image_token_id"],
-        "video": base_config["video_token_id"],
-        "vision_start": base_config["vision_start_token_id"],
-        "vision_end": base_config["vision_end_token_id"],
-    }
-    model = Qwen2_5_VLForConditionalGeneration(tiny_config(base_config["text_config"]["vocab_size"], special))
-    _fill(model, torch.Generator().manual_seed(seed))
-    model.save_pretrained(directory)
-    for name in SIDE_FILES:  # after saving, so that the generation settings are the base's
-        shutil.copyfile(base / name, directory / name)
-    return directory
-
-
-def _fill(model: nn.Module, generator: torch.Generator) -> None:
+def _fill(model: nn.Module, rng: np.random.Generator, gains: Gains) -> None:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(_scaled(name, noise))
+            noise = _scaled(name, rng.standard_normal(weight.shape), gains)
+            weight.copy_(torch.from_numpy(noise.astype(np.float32)))
 
 
-def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+def _scaled(name: str, noise: Noise, gains: Gains) -> Noise:
     if name.endswith("bias"):
         return BIAS_STD * noise
     if noise.ndim == 1:
-        return 1.0 + NORM_STD * noise
+        return NORM_MEANS.get(name.split(".")[-2], 1.0) + NORM_STD * noise
     if "embed_tokens" in name:
         return noise
-    gain = next(gain for part, gain in GAINS if part in name)
-    return gain / math.sqrt(noise[0].numel()) * noise
+    gain = next(gain for part, gain in gains if part in name)
+    return gain / math.sqrt(noise[0].size) * noise

@@ -20,7 +20,10 @@ from tests.parity.reference import ReferenceModel, one_thread
 
 PROMPTS_SEED = 20_260
 PROMPTS = 200
-MODELS = ("tiny", "demo")
+TINY_MODELS = tuple(checkpoints.FAMILIES)
+"""A random checkpoint of each family."""
+
+MODELS = (*TINY_MODELS, "demo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    tiny = checkpoints.make_tiny_qwen2_5_vl(
-        tmp_path_factory.mktemp("tiny-qwen2-5-vl"), checkpoints.DEFAULT_SEED, checkpoints.DEMO_DIR
-    )
-    return {"tiny": tiny, "demo": checkpoints.DEMO_DIR}
+    tiny = {name: checkpoints.make_tiny(name, tmp_path_factory.mktemp(name)) for name in TINY_MODELS}
+    return {**tiny, "demo": checkpoints.DEMO_DIR}
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from triptych.engine.loop import LanguageEngine
 from triptych.engine.sequence import Sequence as EngineSequence
 from triptych.mm.mrope import mrope_positions
 from triptych.model import runner
-from triptych.model.adapters import qwen2_5_vl
+from triptych.model.adapters import qwen_vl
 from triptych.model.runner import EmbeddingSpan, RunSlice
 from triptych.stages.prefill import PoolHandoff
 
@@ -58,7 +58,7 @@ def delta_dropped() -> Iterator[None]:
         return positions, 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen2_5_vl, "mrope_positions", without_delta)
+        patch.setattr(qwen_vl, "mrope_positions", without_delta)
         yield
 
 
@@ -117,7 +117,7 @@ def _scatter(change: Callable[[Spans], Spans]) -> Iterator[None]:
     whole picture and all pictures of a request are in one step."""
     sound, ready = runner.scatter, vars(EngineSequence)["num_ready"].fget
 
-    def faulty(part: Any, ids: Any, slices: Sequence[RunSlice], lookup_id: int) -> torch.Tensor:
+    def faulty(part: Any, ids: Any, slices: Sequence[RunSlice], lookup_id: int) -> Any:
         changed = [dataclasses.replace(piece, embeddings=change(piece.embeddings)) for piece in slices]
         return sound(part, ids, changed, lookup_id)
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests.parity.prompts import Prompt
 
@@ -53,7 +53,8 @@ class ReferenceModel:
     def model(self) -> Any:
         """Loaded at the first use: a run that finds everything in the cache needs no weights."""
         if self._model is None:
-            model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(self.model_dir, dtype=torch.float32)
+            architecture = json.loads((self.model_dir / "config.json").read_text())["architectures"][0]
+            model: Any = getattr(transformers, architecture).from_pretrained(self.model_dir, dtype=torch.float32)
             model.eval()
             model.generation_config.eos_token_id = None  # outputs always have their full length
             self._model = model

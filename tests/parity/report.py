@@ -15,7 +15,7 @@ from tests.parity.compare import Comparison
 
 REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "parity.json"
 KEPT_DIFFERENCES = 20
-ALL_CELLS = 16
+ALL_CELLS = 32
 
 
 @dataclass(slots=True)

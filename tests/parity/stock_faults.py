@@ -60,14 +60,47 @@ def one_dimensional(reference: ReferenceModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def levels_dropped(reference: ReferenceModel) -> Iterator[None]:
+    """DeepStack: nothing but the first level of the embedding rows reaches the language model."""
+    with _levels(reference, lambda pictures: [torch.zeros_like(picture) for picture in pictures]):
+        yield
+
+
+@contextlib.contextmanager
+def levels_swapped(reference: ReferenceModel) -> Iterator[None]:
+    """DeepStack: the pictures' further levels go in reverse row order, the first level as it should."""
+    with _levels(reference, lambda pictures: [picture.flip(0) for picture in pictures]):
+        yield
+
+
+@contextlib.contextmanager
 def _pooled(reference: ReferenceModel, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
+    """Changes the rows that `get_image_features` gives, all levels of them alike."""
+    with _features(reference, change, change):
+        yield
+
+
+@contextlib.contextmanager
+def _levels(reference: ReferenceModel, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
+    with _features(reference, list, change):
+        yield
+
+
+@contextlib.contextmanager
+def _features(
+    reference: ReferenceModel,
+    first: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    further: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> Iterator[None]:
     inner = reference.model.model
     stock = inner.get_image_features
 
     @functools.wraps(stock)  # `generate` reads the signature to know what to pass
     def changed(*args: Any, **kwargs: Any) -> Any:
         out = stock(*args, **kwargs)
-        out.pooler_output = change(list(out.pooler_output))
+        out.pooler_output = first(list(out.pooler_output))
+        if getattr(out, "deepstack_features", None) is not None:
+            out.deepstack_features = [further(list(level)) for level in out.deepstack_features]
         return out
 
     inner.get_image_features = changed

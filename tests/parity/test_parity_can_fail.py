@@ -41,12 +41,12 @@ async def test_parity_comparison_catches_planted_fault(
     plant, at_once = FAULTS[fault]
     prompts = two_prompts()
     requests = [request_of(prompt) for prompt in prompts]
-    async with InProcessCluster(model_dirs["tiny"], "e-p-d", capture_logits=True) as cluster:
+    async with InProcessCluster(model_dirs["qwen2.5-vl"], "e-p-d", capture_logits=True) as cluster:
         with plant():
             results = await cluster.generate_many(requests, concurrency=at_once)
-        total = judged(references["tiny"], prompts, results)
+        total = judged(references["qwen2.5-vl"], prompts, results)
         assert len(total.differing) > 5
         assert total.max_logit_difference > 0.1
         cluster.clear_caches()
         results = await cluster.generate_many(requests, concurrency=at_once)
-        assert judged(references["tiny"], prompts, results).is_exact
+        assert judged(references["qwen2.5-vl"], prompts, results).is_exact

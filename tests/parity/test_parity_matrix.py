@@ -1,4 +1,5 @@
-"""The cluster against the reference: {tiny, demo} x {mono, e-p-d} x {cold, warm} x {alone, 8 at a time}.
+"""The cluster against the reference: {a tiny model of each family, demo} x {mono, e-p-d} x {cold, warm} x {alone, 8 at
+a time}.
 
 Each group starts one cluster; *cold* asks all its prompts with empty caches, *warm* asks them again. `make
 verify-parity` asks 200 prompts a cell and writes `benchmarks/results/parity.json`; `make test` asks a few families,
@@ -27,7 +28,7 @@ ROOMY_BYTES = 256 << 20
 """Holds all 200 prompts of either model, so that a warm cell is warm."""
 
 TIGHT_BYTES = 800_000
-"""About 65 pages of the tiny model: three or four prompts at a time, and hardly anything stays cached."""
+"""About 65 pages of the tiny Qwen2.5-VL: three or four prompts at a time, and hardly anything stays cached."""
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +88,12 @@ async def test_parity_in_a_tight_pool(
     """Eviction, waiting for room and pages that change hands all the time change no answer."""
     prompts = extent.prompts(3)[:40]
     for prompt in prompts:
-        references["tiny"].generate(prompt)
+        references["qwen2.5-vl"].generate(prompt)
     async with InProcessCluster(
-        model_dirs["tiny"], topology, chunk_tokens=48, capture_logits=True, kv_pool_bytes=TIGHT_BYTES
+        model_dirs["qwen2.5-vl"], topology, chunk_tokens=48, capture_logits=True, kv_pool_bytes=TIGHT_BYTES
     ) as cluster:
         results = await cluster.generate_many([request_of(prompt) for prompt in prompts * 2], concurrency=8)
-        total = judged(references["tiny"], prompts * 2, results)
+        total = judged(references["qwen2.5-vl"], prompts * 2, results)
         cluster.check_integrity()
     print(f"tight {topology}: {total} {cache_facts(results)}")
     assert total.is_exact, total

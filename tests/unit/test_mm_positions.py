@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from triptych.core.errors import MediaInvalid
 from triptych.core.plan import Grid, Item, Modality, TokenRange
 from triptych.mm.mrope import mrope_positions
-from triptych.model.adapters.qwen2_5_vl import MAX_ASPECT_RATIO, Qwen25VLAdapter, resized_to_grid
+from triptych.model.adapters.qwen2_5_vl import Qwen25VLAdapter
+from triptych.model.adapters.qwen_vl import MAX_ASPECT_RATIO, resized_to_grid
+
+STOCK_MODELS = (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel)
 
 
-def stock_positions(types: list[int], grids: list[Grid], merge_size: int) -> tuple[torch.Tensor, int]:
+def stock_positions(
+    stock: type[torch.nn.Module], types: list[int], grids: list[Grid], merge_size: int
+) -> tuple[torch.Tensor, int]:
     """transformers' M-RoPE positions of one sequence whose token types (0 text, 1 picture) are given."""
-    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    model: Any = stock.__new__(stock)
     torch.nn.Module.__init__(model)
     model.config = SimpleNamespace(
         vision_config=SimpleNamespace(spatial_merge_size=merge_size, tokens_per_second=2),
@@ -45,21 +53,23 @@ def random_layout(rng: random.Random, merge_size: int) -> tuple[list[int], list[
     return types, grids, items
 
 
+@pytest.mark.parametrize("stock", STOCK_MODELS)
 @pytest.mark.parametrize("merge_size", [1, 2, 3])
-def test_positions_are_those_of_transformers(seed: int, merge_size: int) -> None:
+def test_positions_are_those_of_transformers(seed: int, merge_size: int, stock: type[torch.nn.Module]) -> None:
     rng = random.Random(seed)
     for _ in range(60):
         types, grids, items = random_layout(rng, merge_size)
-        expected, expected_delta = stock_positions(types, grids, merge_size)
+        expected, expected_delta = stock_positions(stock, types, grids, merge_size)
         positions, delta = mrope_positions(len(types), items, merge_size)
         assert positions.dtype == np.int64
         assert np.array_equal(positions, expected.numpy())
         assert delta == expected_delta
 
 
-def test_a_picture_may_end_the_prompt() -> None:
+@pytest.mark.parametrize("stock", STOCK_MODELS)
+def test_a_picture_may_end_the_prompt(stock: type[torch.nn.Module]) -> None:
     item = Item(Modality.IMAGE, bytes(32), 6, (TokenRange(2, 2, 6),), Grid(1, 4, 6))
-    expected, expected_delta = stock_positions([0, 0, *[1] * 6], [item.grid], 2)
+    expected, expected_delta = stock_positions(stock, [0, 0, *[1] * 6], [item.grid], 2)
     positions, delta = mrope_positions(8, [item], 2)
     assert np.array_equal(positions, expected.numpy())
     assert delta == expected_delta == -3

@@ -70,7 +70,8 @@ def test_rows_of_all_slices_go_where_their_sentinels_are(runner: LanguageRunner)
     slices = [piece([1, S, S + 1, 2], (1, 2)), piece([3]), piece([S, 4], (0, 1))]
     ids = np.concatenate([each.ids for each in slices])
     with torch.inference_mode():
-        rows = scatter(runner.part, ids, slices, lookup_id=5)
+        rows, levels = scatter(runner.part, ids, slices, lookup_id=5)
+    assert levels is None
     table = runner.part.embed(torch.tensor([1, 2, 3, 4]))
     expected = [table[0], torch.full((HIDDEN,), 1.0), torch.full((HIDDEN,), 2.0), table[1], table[2]]
     expected += [torch.full((HIDDEN,), 1.0), table[3]]

@@ -14,6 +14,7 @@ COMMANDS = {
     "up": ("triptych.cli.up", "start a cluster on this machine and watch over it"),
     "chat": ("triptych.cli.chat", "ask a running cluster about pictures"),
     "serve": ("triptych.cli.serve", "run one service in the foreground"),
+    "models": ("triptych.cli.models", "list the architectures that can be served"),
 }
 
 

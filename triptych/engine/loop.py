@@ -54,7 +54,7 @@ class LogitsObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """`row_bytes` is one embedding row; `max_sequences` bounds those that hold a reservation."""
+    """`row_bytes` is one embedding row, all its levels; `max_sequences` bounds those that hold a reservation."""
 
     budget: StepBudget
     max_sequences: int
@@ -171,7 +171,7 @@ class LanguageEngine:
             sequence.handoff = handoff
 
     def land(self, ref: AttemptRef, item_index: int, rows: torch.Tensor, source: EmbeddingSource) -> None:
-        """An embedding is complete in its slot; `rows` is (num_tokens, hidden) over it."""
+        """An embedding is complete in its slot; `rows` is (num_tokens, row_elements) over it."""
         self.landing.landed(ref, item_index)
         sequence = self._living[ref]
         pending = sequence.items[item_index]

@@ -41,7 +41,7 @@ class Handoff(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PendingItem:
-    """An item of the prompt: `rows` is (num_tokens, hidden) once the embedding has landed."""
+    """An item of the prompt: `rows` is (num_tokens, row_elements) once the embedding has landed."""
 
     item: Item
     source: EmbeddingSource | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from triptych.core.errors import StartupError
 
 _FULL_HASH_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
 _SAMPLES = 64
 _SAMPLE_BYTES = 64 << 10
 
@@ -36,7 +37,8 @@ def _update_with_shard(digest: hashlib._Hash, shard: Path) -> None:
     size = shard.stat().st_size
     with shard.open("rb") as file:
         if size <= _FULL_HASH_BYTES:
-            digest.update(file.read())
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
             return
         header_bytes = int.from_bytes(file.read(8), "little")
         digest.update(file.read(min(header_bytes, _FULL_HASH_BYTES)))

@@ -6,55 +6,101 @@ loaded by itself through transformers would stay random without a word.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from triptych.core.errors import StartupError
+from triptych.model.checkpoint_files import read_json
+from triptych.model.weights_file import StoredTensor, WeightsFile
+
+log = logging.getLogger(__name__)
+
+INDEX_FILE = "model.safetensors.index.json"
+PROGRESS_STEPS = 10
+MIN_PROGRESS_BYTES = 64 << 20
+"""Small parts are there before anybody could read about it."""
 
 
 def tensor_index(model_dir: Path) -> dict[str, Path]:
     """Tensor name -> the shard that holds it. Raises StartupError naming a file that cannot be read."""
-    index_path = model_dir / "model.safetensors.index.json"
+    index_path = model_dir / INDEX_FILE
     if index_path.exists():
         return _sharded_index(index_path)
     index: dict[str, Path] = {}
     for shard in sorted(model_dir.glob("*.safetensors")):
-        with opened_shard(shard) as file:
-            index.update(dict.fromkeys(file.keys(), shard))
+        with WeightsFile(shard) as file:
+            for name in file.tensors:
+                if name in index:
+                    raise StartupError(f"tensor {name!r} is in {index[name].name} and in {shard.name}; remove one")
+                index[name] = shard
     return index
 
 
 def _sharded_index(index_path: Path) -> dict[str, Path]:
-    try:
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-        return {name: index_path.parent / shard for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise StartupError(f"{index_path.name} is damaged; download the checkpoint again") from None
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise StartupError(f"{index_path.name} has no weight_map; download the checkpoint again")
+    for name, shard in weight_map.items():
+        if Path(shard).name != shard:
+            raise StartupError(
+                f"{index_path.name} has tensor {name!r} in {shard!r}, which is no file of the checkpoint"
+            )
+    return {name: index_path.parent / shard for name, shard in weight_map.items()}
 
 
-@contextmanager
-def opened_shard(shard: Path, device: str = "cpu") -> Iterator[Any]:
-    """The shard, open for reading; StartupError, with its name, when it is missing or damaged."""
-    try:
-        with safe_open(shard, framework="pt", device=device) as file:
-            yield file
-    except (OSError, SafetensorError):
-        raise StartupError(f"{shard.name} is missing or damaged; download the checkpoint again") from None
+def select_prefix(index: Iterable[str], prefixes: Sequence[str]) -> dict[str, str]:
+    """Name within the part -> name in the checkpoint, under the prefix that most of its tensors have.
+
+    A tensor counts under the first prefix that fits it. What stands under another than the chosen one is left out, for
+    `check_all_claimed` to name.
+    """
+    groups: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
+    for name in index:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            groups[prefix][name[len(prefix) :]] = name
+    return max(groups.values(), key=len)
 
 
-def select_prefix(index: Mapping[str, Path], prefixes: Iterable[str]) -> dict[str, str]:
-    """Name within the part -> name in the checkpoint, for the first prefix under which the checkpoint has tensors."""
-    for prefix in prefixes:
-        found = {name[len(prefix) :]: name for name in index if name.startswith(prefix)}
-        if found:
-            return found
-    return {}
+def check_all_claimed(index: Mapping[str, Path], claimed: Iterable[str]) -> None:
+    """Raises StartupError naming a tensor that belongs to no part: the checkpoint is not what its config says."""
+    unclaimed = sorted(index.keys() - set(claimed))
+    if unclaimed:
+        raise StartupError(
+            f"the checkpoint has an unexpected tensor {unclaimed[0]!r} (and {len(unclaimed) - 1} more) "
+            "that belongs to no part of the model"
+        )
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """Says in the log how far a part has come: a line each tenth, none more often than every 64 MiB, and one at the
+    end."""
+
+    part: str
+    total_bytes: int
+    num_bytes: int = 0
+    _next_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next_bytes = min(self._step_bytes, self.total_bytes)
+
+    @property
+    def _step_bytes(self) -> int:
+        return max(-(-self.total_bytes // PROGRESS_STEPS), MIN_PROGRESS_BYTES)
+
+    def advance(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if self.num_bytes < self._next_bytes:
+            return
+        percent = 100 * self.num_bytes // max(1, self.total_bytes)
+        figures = {"part": self.part, "percent": percent, "bytes": self.num_bytes, "of_bytes": self.total_bytes}
+        log.info("loading weights", extra=figures)
+        self._next_bytes = max(min(self.num_bytes + self._step_bytes, self.total_bytes), self.num_bytes + 1)
 
 
 def load_part(
@@ -65,9 +111,10 @@ def load_part(
     device: torch.device,
     part: str,
 ) -> None:
-    """Fills `module` (on meta) with the named tensors, one at a time, so the peak is one tensor above the part's size.
+    """Fills `module` (on meta) with the named tensors, a piece of one at a time: the peak is a few MiB above the part's
+    own size, whatever the file's dtype.
 
-    Raises StartupError that names the first missing, unexpected or wrongly shaped tensor.
+    Raises StartupError that names the first tensor that is missing, unexpected, of another shape or no float.
     """
     wanted = dict(module.state_dict())
     missing, unexpected = sorted(wanted.keys() - names.keys()), sorted(names.keys() - wanted.keys())
@@ -83,16 +130,49 @@ def load_part(
     by_shard: dict[Path, list[str]] = {}
     for name in wanted:
         by_shard.setdefault(index[names[name]], []).append(name)
+    total = 0
     for shard, local_names in by_shard.items():
-        with opened_shard(shard, str(device)) as file:
+        with WeightsFile(shard) as file:
+            _check_shard(file, index)
+            total += sum(_checked(file, names[name], wanted[name].shape).num_bytes for name in local_names)
+    progress = LoadProgress(part, total)
+    for shard, local_names in by_shard.items():
+        with WeightsFile(shard) as file:
             for name in local_names:
-                tensor: torch.Tensor = file.get_tensor(names[name])
-                if tensor.shape != wanted[name].shape:
-                    raise StartupError(
-                        f"tensor {names[name]!r} has shape {tuple(tensor.shape)}, "
-                        f"the config says {tuple(wanted[name].shape)}"
-                    )
-                module.load_state_dict({name: tensor.to(dtype)}, strict=False, assign=True)
+                _assign(module, name, file.read(names[name], dtype, device, progress.advance))
+
+
+def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts `tensor` in the place of the module's own one on meta."""
+    parent, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(parent)
+    is_parameter = isinstance(getattr(holder, leaf), torch.nn.Parameter)
+    setattr(holder, leaf, torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+
+
+def _check_shard(file: WeightsFile, index: Mapping[str, Path]) -> None:
+    """The list of shards and the shard itself must agree."""
+    for name in file.tensors:
+        if index.get(name) != file.path:
+            raise StartupError(
+                f"{file.path.name} has an unexpected tensor {name!r} that {INDEX_FILE} does not list there"
+            )
+
+
+def _checked(file: WeightsFile, name: str, shape: torch.Size) -> StoredTensor:
+    stored = file.tensors.get(name)
+    if stored is None:
+        raise StartupError(f"{file.path.name} lacks the tensor {name!r} that {INDEX_FILE} lists there")
+    if stored.shape != tuple(shape):
+        raise StartupError(f"tensor {name!r} has shape {stored.shape}, the config says {tuple(shape)}")
+    file.check_is_float(name)
+    return stored
+
+
+def is_same_tensor(index: Mapping[str, Path], name: str, other: str) -> bool:
+    """Are the two stored byte for byte alike? Read piece by piece."""
+    with WeightsFile(index[name]) as file, WeightsFile(index[other]) as other_file:
+        return file.has_same_bytes(name, other_file, other)
 
 
 def check_loaded(module: torch.nn.Module, part: str) -> None:

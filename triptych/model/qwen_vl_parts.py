@@ -1,45 +1,58 @@
-"""The Qwen2.5-VL halves: the architecture's own modules from transformers, each with its own weights only."""
+"""The halves of the Qwen-VL families: the architecture's own modules from transformers, each with its own weights only.
+
+The architecture's class is built on the meta device, where it takes no memory, and the half that is not wanted is
+dropped. What a family does differently is a subclass of these parts in a module of its own.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import transformers
 from PIL import Image
-from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLModel,
-    Qwen2_5_VLRotaryEmbedding,
-    Qwen2_5_VLVisionRotaryEmbedding,
-)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from triptych.core.errors import StartupError
 from triptych.core.plan import Grid
-from triptych.model.loader import check_loaded, count_parameters, load_part, select_prefix, tensor_index
+from triptych.model.checkpoint_files import CONFIG_FILE, PROCESSOR_FILE, read_json
+from triptych.model.loader import (
+    check_all_claimed,
+    check_loaded,
+    count_parameters,
+    is_same_tensor,
+    load_part,
+    select_prefix,
+    tensor_index,
+)
 from triptych.model.paged import ATTENTION_NAME, PagedBatch, register_paged_attention
+from triptych.model.parts import EmbeddingLevels
 
 if TYPE_CHECKING:
-    from triptych.model.adapters.qwen2_5_vl import Qwen25VLAdapter
+    from triptych.model.adapters.qwen_vl import QwenVLAdapter
 
 # Newest checkpoint layout first; the older one has no common root.
 VISION_PREFIXES = ("model.visual.", "visual.")
 LANGUAGE_PREFIXES = ("model.language_model.", "model.")
 HEAD_NAME = "lm_head.weight"
+EMBEDDING_NAME = "embed_tokens.weight"
+# Names of classes in the processor's file; nothing is ever looked up by them.
+_NOT_SETTINGS = frozenset({"image_processor_type", "feature_extractor_type", "processor_class", "auto_map"})
 
 
-class Qwen25Vision:
-    """VisionPart over `Qwen2_5_VLModel` stripped of its language model, so that the family's own
-    `get_image_features` is what runs."""
+class QwenVision:
+    """VisionPart over the family's model stripped of its language model, so that the family's own `get_image_features`
+    is what runs."""
 
-    def __init__(self, model: Qwen2_5_VLModel, processor: Qwen2VLImageProcessorPil, device: torch.device) -> None:
+    def __init__(self, model: Any, processor: Qwen2VLImageProcessorPil, row_elements: int) -> None:
         self.model = model
         self.processor = processor
-        self.device = device
-        self.dtype = next(model.visual.parameters()).dtype
-        self.row_elements = int(cast(Any, model.config).vision_config.out_hidden_size)
+        weight = next(model.visual.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.row_elements = row_elements
         self.num_parameters = count_parameters(model)
 
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
@@ -51,18 +64,21 @@ class Qwen25Vision:
     def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
         grid_thw = torch.tensor([[grid.t, grid.h, grid.w] for grid in grids], device=self.device)
         packed = torch.cat(list(pixels)).to(self.device)
-        features = self.model.get_image_features(packed, grid_thw, return_dict=True)
+        return self._rows(self.model.get_image_features(packed, grid_thw, return_dict=True))
+
+    def _rows(self, features: Any) -> list[torch.Tensor]:
+        """For each picture (num_tokens, row_elements)."""
         return list(features.pooler_output)
 
 
-class Qwen25Language:
+class QwenLanguage:
     """LanguagePart over the text model and its head."""
 
-    def __init__(self, model: Any, head: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, model: Any, head: torch.Tensor, num_embedding_levels: int) -> None:
         self.model = model
         self.head = head
-        self.device = device
-        self.dtype = head.dtype
+        self.device, self.dtype = head.device, head.dtype
+        self.num_embedding_levels = num_embedding_levels
         tied = head.data_ptr() == model.embed_tokens.weight.data_ptr()
         self.num_parameters = count_parameters(model) + (0 if tied else head.numel())
 
@@ -72,7 +88,10 @@ class Qwen25Language:
         return rows
 
     @torch.inference_mode()
-    def hidden(self, embeddings: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+    def hidden(
+        self, embeddings: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, levels: EmbeddingLevels | None
+    ) -> torch.Tensor:
+        assert levels is None, "this family takes one level"
         out = self.model(
             inputs_embeds=embeddings.unsqueeze(0), position_ids=positions.unsqueeze(1), use_cache=False, paged=batch
         )
@@ -84,44 +103,72 @@ class Qwen25Language:
         return torch.nn.functional.linear(hidden, self.head).float()
 
 
-def load_qwen25_vision(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: torch.device) -> Qwen25Vision:
-    config = AutoConfig.from_pretrained(adapter.model_dir)
-    with torch.device("meta"):
-        model = Qwen2_5_VLModel(config)
+Vision = TypeVar("Vision", bound=QwenVision)
+Language = TypeVar("Language", bound=QwenLanguage)
+
+
+def load_vision(adapter: QwenVLAdapter, part: type[Vision], dtype: torch.dtype, device: torch.device) -> Vision:
+    """The tower's weights in a `part`. Raises StartupError."""
+    model = _on_meta(adapter).model
     del model.language_model
     index = tensor_index(adapter.model_dir)
-    load_part(model.visual, index, select_prefix(index, VISION_PREFIXES), dtype, device, "vision")
-    model.visual.rotary_pos_emb = Qwen2_5_VLVisionRotaryEmbedding(config.vision_config).to(device)
+    names, _ = _names_of_parts(index)
+    load_part(model.visual, index, names, dtype, device, "vision")
+    # Computed from the config and never stored; on meta they have no values yet.
+    model.visual.rotary_pos_emb = type(model.visual.rotary_pos_emb)(model.config.vision_config).to(device)
     check_loaded(model, "vision")
-    processor = Qwen2VLImageProcessorPil(**_processor_settings(adapter))
     model.train(False)
-    return Qwen25Vision(model, processor, device)
+    return part(model, _processor(adapter), adapter.row_elements)
 
 
-def load_qwen25_language(adapter: Qwen25VLAdapter, dtype: torch.dtype, device: torch.device) -> Qwen25Language:
-    register_paged_attention()
-    config = AutoConfig.from_pretrained(adapter.model_dir, attn_implementation=ATTENTION_NAME)
-    with torch.device("meta"):
-        whole = Qwen2_5_VLForConditionalGeneration(config)
-    model: Any = whole.model.language_model
+def load_language(adapter: QwenVLAdapter, part: type[Language], dtype: torch.dtype, device: torch.device) -> Language:
+    """The language model's weights, and its head's, in a `part`. Raises StartupError."""
+    whole = _on_meta(adapter)
+    model = whole.model.language_model
     index = tensor_index(adapter.model_dir)
-    names = select_prefix(index, LANGUAGE_PREFIXES)
+    _, names = _names_of_parts(index)
     load_part(model, index, names, dtype, device, "language")
-    model.rotary_emb = Qwen2_5_VLRotaryEmbedding(config.text_config).to(device)
+    model.rotary_emb = type(model.rotary_emb)(model.config).to(device)
     check_loaded(model, "language")
     head = model.embed_tokens.weight
-    if not config.tie_word_embeddings:
-        holder = torch.nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta", dtype=dtype)
+    if not whole.config.tie_word_embeddings:
         if HEAD_NAME not in index:
             raise StartupError(f"the checkpoint lacks the tensor {HEAD_NAME!r}, and its config does not tie the head")
-        load_part(holder, index, {"weight": HEAD_NAME}, dtype, device, "language head")
-        head = holder.weight
+        load_part(whole.lm_head, index, {"weight": HEAD_NAME}, dtype, device, "language head")
+        head = whole.lm_head.weight
+    elif HEAD_NAME in index and not is_same_tensor(index, HEAD_NAME, names[EMBEDDING_NAME]):
+        raise StartupError(f"{CONFIG_FILE} ties the head to the embeddings, but {HEAD_NAME!r} has weights of its own")
     model.train(False)
-    return Qwen25Language(model, head.detach(), device)
+    return part(model, head.detach(), adapter.num_embedding_levels)
 
 
-def _processor_settings(adapter: Qwen25VLAdapter) -> dict[str, Any]:
-    raw = json.loads((adapter.model_dir / "preprocessor_config.json").read_text())
-    return {
-        name: value for name, value in raw.items() if not name.endswith("processor_type") and name != "processor_class"
-    }
+def _on_meta(adapter: QwenVLAdapter) -> Any:
+    """The architecture's own class without weights, its language model wired for paged attention.
+
+    The class is chosen by our adapter's name of it; nothing that a checkpoint says is ever imported.
+    """
+    register_paged_attention()
+    stock: Any = getattr(transformers, adapter.architecture)
+    try:
+        config = stock.config_class.from_dict(copy.deepcopy(adapter.config))
+        config.text_config._attn_implementation = ATTENTION_NAME
+        with torch.device("meta"):
+            return stock(config)
+    except Exception as error:
+        raise StartupError(f"{CONFIG_FILE} is not one of a {adapter.architecture}: {error}") from error
+
+
+def _names_of_parts(index: Mapping[str, Path]) -> tuple[dict[str, str], dict[str, str]]:
+    """Tensors of the tower and of the language model without its head: name within the part -> in the checkpoint."""
+    vision = select_prefix(index, VISION_PREFIXES)
+    language = select_prefix(index.keys() - set(vision.values()), LANGUAGE_PREFIXES)
+    check_all_claimed(index, [*vision.values(), *language.values(), HEAD_NAME])
+    return vision, language
+
+
+def _processor(adapter: QwenVLAdapter) -> Qwen2VLImageProcessorPil:
+    settings = {k: v for k, v in read_json(adapter.model_dir / PROCESSOR_FILE).items() if k not in _NOT_SETTINGS}
+    try:
+        return Qwen2VLImageProcessorPil(**settings)
+    except Exception as error:
+        raise StartupError(f"{PROCESSOR_FILE} is not one of a Qwen-VL image processor: {error}") from error

@@ -13,13 +13,14 @@ from triptych.core.expansion import IdArray
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE
 from triptych.model.paged import build_batch
-from triptych.model.parts import LanguagePart
+from triptych.model.parts import EmbeddingLevels, LanguagePart
 from triptych.model.sampler import SampleRow, sample
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpan:
-    """Embedding rows that go over `count` rows of a slice, from its `row` on; `rows` is (count, hidden)."""
+    """Embedding rows that go over `count` rows of a slice, from its `row` on; `rows` is (count, row_elements): the
+    first level (hidden elements), then the others in order."""
 
     row: int
     rows: torch.Tensor
@@ -70,11 +71,11 @@ class LanguageRunner:
             check_coverage(piece)
         ids = np.concatenate([piece.ids for piece in slices])
         positions = np.concatenate([piece.positions for piece in slices], axis=1)
-        embeddings = scatter(self.part, ids, slices, self._lookup_id)
+        embeddings, levels = scatter(self.part, ids, slices, self._lookup_id)
         batch = build_batch(
             self.pool, self.page_tokens, [(p.pages, p.start, len(p.ids)) for p in slices], self.part.device
         )
-        hidden = self.part.hidden(embeddings, torch.from_numpy(positions).to(self.part.device), batch)
+        hidden = self.part.hidden(embeddings, torch.from_numpy(positions).to(self.part.device), batch, levels)
         return self._sample(hidden, slices)
 
     def _sample(self, hidden: torch.Tensor, slices: Sequence[RunSlice]) -> RunOutput:
@@ -109,14 +110,28 @@ def check_coverage(piece: RunSlice) -> None:
         raise MediaMismatch("the embeddings do not match the prompt's places for them")
 
 
-def scatter(part: LanguagePart, ids: IdArray, slices: Sequence[RunSlice], lookup_id: int) -> torch.Tensor:
-    """Looks up all ids (sentinels as the family's look-up id) and overwrites the sentinels' rows: (tokens, hidden)."""
+def scatter(
+    part: LanguagePart, ids: IdArray, slices: Sequence[RunSlice], lookup_id: int
+) -> tuple[torch.Tensor, EmbeddingLevels | None]:
+    """Looks up all ids (sentinels as the family's look-up id) and overwrites the sentinels' rows with the embeddings'
+    first level: (tokens, hidden); gathers the other levels, where the family has them."""
     lookup = torch.from_numpy(np.where(ids >= SENTINEL_BASE, lookup_id, ids)).to(part.device)
     embeddings = part.embed(lookup)
+    placed: list[tuple[int, torch.Tensor]] = []
     first_row = 0
     for piece in slices:
         for span in piece.embeddings:
-            at = first_row + span.row
-            embeddings[at : at + span.rows.shape[0]] = span.rows.to(embeddings.device, embeddings.dtype)
+            placed.append((first_row + span.row, span.rows.to(embeddings.device, embeddings.dtype)))
         first_row += len(piece.ids)
-    return embeddings
+    hidden = embeddings.shape[1]
+    for at, rows in placed:
+        assert rows.shape[1] == (1 + part.num_embedding_levels) * hidden, "an embedding row has another width"
+        embeddings[at : at + rows.shape[0]] = rows[:, :hidden]
+    return embeddings, _gather_levels(placed, hidden) if part.num_embedding_levels and placed else None
+
+
+def _gather_levels(placed: Sequence[tuple[int, torch.Tensor]], hidden: int) -> EmbeddingLevels:
+    """All levels but the first of rows that were placed at (row in the step, rows); ascending, as the slices are."""
+    indices = np.concatenate([np.arange(at, at + rows.shape[0]) for at, rows in placed])
+    further = torch.cat([rows[:, hidden:] for _, rows in placed])
+    return EmbeddingLevels(torch.from_numpy(indices).to(further.device), torch.split(further, hidden, dim=1))

@@ -8,7 +8,6 @@ import torch
 
 from triptych.core.clock import Clock
 from triptych.core.errors import StartupError
-from triptych.core.plan import Modality
 from triptych.engine.landing import LandingTable
 from triptych.engine.loop import EngineLimits, LanguageEngine, LogitsObserver
 from triptych.kv.manager import CacheManager
@@ -73,14 +72,14 @@ def build_engine(
     """Loads the language model and wires an engine (not started) over `pool`."""
     part = adapter.load_language(compute.dtype, compute.device)
     metrics.MODEL_PARAMETERS.labels("language").set(part.num_parameters)
-    runner = LanguageRunner(part, pool, settings.page_tokens, adapter.placeholder_id(Modality.IMAGE))
+    runner = LanguageRunner(part, pool, settings.page_tokens, adapter.lookup_id)
     limits = EngineLimits(
         budget=StepBudget(
             max(settings.step_tokens, settings.max_sequences), settings.chunk_tokens, settings.min_partial_tokens
         ),
         max_sequences=settings.max_sequences,
         max_waiting=settings.max_waiting,
-        row_bytes=adapter.hidden_size * compute.dtype.itemsize,
+        row_bytes=adapter.row_elements * compute.dtype.itemsize,
         arena_bytes=settings.landing_bytes,
     )
     manager = CacheManager(pool.shape[2], settings.page_tokens)

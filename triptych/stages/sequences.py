@@ -44,5 +44,5 @@ def new_sequence(
 
 
 def rows_view(buffer: memoryview, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """(num_tokens, hidden) over a landing slot's bytes, without a copy."""
+    """(num_tokens, row_elements) over a landing slot's bytes, without a copy."""
     return torch.frombuffer(buffer, dtype=dtype).view(num_tokens, -1)

@@ -168,7 +168,9 @@ class Worker:
         links = RegistryLinks(
             self._registry,
             pool,
-            embedding_layout_fingerprint(compute.dtype_name, adapter.hidden_size, 1, adapter.fingerprint),
+            embedding_layout_fingerprint(
+                compute.dtype_name, adapter.hidden_size, 1 + adapter.num_embedding_levels, adapter.fingerprint
+            ),
             kv_layout_fingerprint(
                 compute.dtype_name, kv.num_layers, page_tokens, kv.num_kv_heads, kv.head_dim, adapter.fingerprint
             ),

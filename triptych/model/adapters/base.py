@@ -1,14 +1,17 @@
-"""What a model family does differently. Importing an adapter imports no torch: the router uses its pure half."""
+"""What a model family does differently. Importing an adapter imports no torch: the router uses its pure half.
+
+A module in this folder that defines a subclass with an `architecture` is found by itself (`triptych.model.registry`).
+"""
 
 from __future__ import annotations
 
 import enum
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from triptych.core.errors import StartupError
 from triptych.core.expansion import IdArray, expand
@@ -16,6 +19,7 @@ from triptych.core.plan import Grid, Item, Modality
 from triptych.mm.identity import item_identity
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels
+from triptych.model.checkpoint_files import CONFIG_FILE, GENERATION_FILE, PROCESSOR_FILE, Table, read_json
 from triptych.model.fingerprint import checkpoint_fingerprint
 
 if TYPE_CHECKING:
@@ -30,6 +34,13 @@ class AttentionKind(enum.Enum):
     CAUSAL = "causal"
     ITEM_BIDIRECTIONAL = "item_bidirectional"
     PROMPT_BIDIRECTIONAL = "prompt_bidirectional"
+
+
+class ExtraInput(enum.Enum):
+    """What the language model takes besides a row of embeddings for each token."""
+
+    EMBEDDING_LEVELS = "embedding levels"
+    """More rows for each token of an item, which go into its first layers (DeepStack, arXiv:2406.04334)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +68,56 @@ class Adapter(ABC):
     """One checkpoint of one family. Read once at start; immutable afterwards.
 
     Attributes:
+        architecture: the name that config.json gives it.
+        family: its name in words.
+        modalities: what may stand in a prompt besides text.
+        attention: see AttentionKind.
+        extra_inputs: what the language model takes besides embeddings, positions and pages.
+        processor_version: changes whenever our own processing of the media does.
         model_name: the name that the API shows (the folder's).
         fingerprint: 32 bytes over config and weights.
         kv_shape: of one token's K (or V).
-        attention: see AttentionKind.
+        num_embedding_levels: further levels of an embedding row, besides the first.
         processing_key: canonical bytes of everything in the processor that changes pixels.
     """
 
     architecture: ClassVar[str]
+    family: ClassVar[str]
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE,)
     attention: ClassVar[AttentionKind] = AttentionKind.CAUSAL
+    extra_inputs: ClassVar[tuple[ExtraInput, ...]] = ()
     processor_version: ClassVar[str] = "1"
 
     def __init__(self, model_dir: Path) -> None:
+        """Raises StartupError that names the field or file that cannot be."""
         self.model_dir = model_dir
-        self.config = read_json(model_dir / "config.json")
+        self.config = read_json(model_dir / CONFIG_FILE)
         self.model_name = model_dir.name
-        self.fingerprint = checkpoint_fingerprint(model_dir)
-        self.vocab_size = required_int(self.text_config, "vocab_size", "config.json")
-        self.hidden_size = required_int(self.text_config, "hidden_size", "config.json")
-        self.max_sequence_tokens = required_int(self.text_config, "max_position_embeddings", "config.json")
+        self.text_config = self._read_text_config()
+        self.vocab_size = self.text_config.positive("vocab_size")
+        self.hidden_size = self.text_config.positive("hidden_size")
+        self.max_sequence_tokens = self.text_config.positive("max_position_embeddings")
         self.kv_shape = self._read_kv_shape()
+        self.num_embedding_levels = 0
         self.eos_token_ids = self._read_eos()
         self.processing_key = self._read_processing_key()
         if self.vocab_size > SENTINEL_BASE:
+            self.text_config.refuse("vocab_size", f"and at most {SENTINEL_BASE} can be served")
+        if self.config.get("quantization_config") is not None:
             raise StartupError(
-                f"model {self.model_name!r} has a vocabulary of {self.vocab_size}; the most is {SENTINEL_BASE}"
+                f"{CONFIG_FILE}: quantization_config asks for quantized weights, which are not served yet"
             )
+        self.fingerprint = checkpoint_fingerprint(model_dir)
 
     @property
-    def text_config(self) -> dict[str, Any]:
-        """The language model's part of config.json."""
-        nested: dict[str, Any] = self.config.get("text_config", self.config)
-        return nested
+    def row_elements(self) -> int:
+        """Width of an embedding row as it moves between stages: the first level, then the others in order."""
+        return (1 + self.num_embedding_levels) * self.hidden_size
+
+    @property
+    def lookup_id(self) -> int:
+        """What is looked up in the embedding table in place of a sentinel; its row is overwritten."""
+        return self.placeholder_id(self.modalities[0])
 
     def identity(self, modality: Modality, media: bytes, tenant_salt: bytes = b"") -> bytes:
         """The item's identity for this checkpoint (32 bytes)."""
@@ -112,8 +141,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def placeholder_id(self, modality: Modality) -> int:
-        """The token that the chat template writes for an item, also looked up in place of sentinels.
-        Raises ModalityUnsupported."""
+        """The token that the chat template writes for an item. Raises ModalityUnsupported."""
 
     @abstractmethod
     def positions(self, num_tokens: int, items: Sequence[Item]) -> tuple[PositionArray, int]:
@@ -127,42 +155,40 @@ class Adapter(ABC):
     def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
         """Only the language model's weights. Raises StartupError naming a missing or unexpected tensor."""
 
+    def _read_text_config(self) -> Table:
+        """The language model's part of config.json; older checkpoints have it at the top."""
+        whole = Table(self.config, CONFIG_FILE)
+        return whole.table("text_config") if "text_config" in whole else whole
+
     def _read_kv_shape(self) -> KvShape:
         text = self.text_config
-        layers = required_int(text, "num_hidden_layers", "config.json")
-        heads = required_int(text, "num_attention_heads", "config.json")
-        head_dim = int(text.get("head_dim") or self.hidden_size // heads)
-        return KvShape(layers, int(text.get("num_key_value_heads") or heads), head_dim)
+        layers, heads = text.positive("num_hidden_layers"), text.positive("num_attention_heads")
+        kv_heads = text.positive("num_key_value_heads")
+        if heads % kv_heads:
+            text.refuse("num_key_value_heads", f"which does not divide the {heads} attention heads")
+        return KvShape(layers, kv_heads, self._read_head_dim(heads))
+
+    def _read_head_dim(self, heads: int) -> int:
+        if self.hidden_size % heads:
+            self.text_config.refuse("num_attention_heads", f"which does not divide the hidden size {self.hidden_size}")
+        return self.hidden_size // heads
 
     def _read_eos(self) -> frozenset[int]:
-        generation = self.model_dir / "generation_config.json"
-        found = read_json(generation).get("eos_token_id") if generation.exists() else None
-        if found is None:
-            found = self.text_config.get("eos_token_id", self.config.get("eos_token_id"))
-        return frozenset([found] if isinstance(found, int) else found or [])
+        path = self.model_dir / GENERATION_FILE
+        generation = Table(read_json(path) if path.exists() else {}, GENERATION_FILE)
+        for table in (generation, self.text_config, Table(self.config, CONFIG_FILE)):
+            if "eos_token_id" in table:
+                return self._token_ids(table, "eos_token_id")
+        return frozenset()
+
+    def _token_ids(self, table: Table, field: str) -> frozenset[int]:
+        """One id or several."""
+        value = table.values[field]
+        ids = value if isinstance(value, list) else [value]
+        return frozenset(
+            Table({field: each}, table.file, table.prefix).token_id(field, self.vocab_size) for each in ids
+        )
 
     def _read_processing_key(self) -> bytes:
-        path = self.model_dir / "preprocessor_config.json"
+        path = self.model_dir / PROCESSOR_FILE
         return json.dumps(read_json(path), sort_keys=True).encode() if path.exists() else b""
-
-
-def required_int(config: Mapping[str, Any], field: str, file: str) -> int:
-    """A positive number of a checkpoint's `file`, or StartupError naming both."""
-    value = config.get(field)
-    if not isinstance(value, int) or value < 1:
-        found = repr(value) if field in config else "nothing"
-        raise StartupError(f"{file} should hold a positive whole number under {field!r}; it holds {found}")
-    return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or StartupError naming the file."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise StartupError(f"{path.parent.name}/{path.name} is missing; is --model a checkpoint folder?") from None
-    except ValueError as error:
-        raise StartupError(f"{path.parent.name}/{path.name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise StartupError(f"{path.parent.name}/{path.name} should hold a JSON object")
-    return value

@@ -1,94 +1,20 @@
-"""Qwen2.5-VL: dynamic resolution, window attention in the tower, M-RoPE with three sections."""
+"""Qwen2.5-VL: the tower attends within windows of the picture, in some blocks over the whole of it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
-from triptych.core.errors import MediaInvalid, ModalityUnsupported, StartupError
-from triptych.core.plan import Grid, Item, Modality
-from triptych.mm.mrope import PositionArray, mrope_positions
-from triptych.model.adapters.base import Adapter, ItemLayout, read_json, required_int
-
-if TYPE_CHECKING:
-    import torch
-
-    from triptych.model.parts import LanguagePart, VisionPart
-
-MAX_ASPECT_RATIO = 200
-PROCESSOR_FILE = "preprocessor_config.json"
+from triptych.model.adapters.qwen_vl import QwenVLAdapter
 
 
-def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size the Qwen processor resizes to: both sides multiples of `unit_px`, area within the bounds, ratio kept.
-
-    The rule is the one in the model's public image processor ("smart resize"): round to the unit; when that leaves the
-    bounds, scale both sides by the square root of the excess and round inwards.
-    """
-    height = round(height_px / unit_px) * unit_px
-    width = round(width_px / unit_px) * unit_px
-    if height * width > max_pixels:
-        shrink = math.sqrt(height_px * width_px / max_pixels)
-        height = max(unit_px, math.floor(height_px / shrink / unit_px) * unit_px)
-        width = max(unit_px, math.floor(width_px / shrink / unit_px) * unit_px)
-    elif height * width < min_pixels:
-        grow = math.sqrt(min_pixels / (height_px * width_px))
-        height = math.ceil(height_px * grow / unit_px) * unit_px
-        width = math.ceil(width_px * grow / unit_px) * unit_px
-    return height, width
-
-
-def _bound(processor: dict[str, Any], name: str, size: dict[str, Any], edge: str) -> int:
-    """A bound in pixels; older processors keep it beside `size`, newer ones within."""
-    if processor.get(name) is not None:
-        return required_int(processor, name, PROCESSOR_FILE)
-    return required_int(size, edge, PROCESSOR_FILE)
-
-
-class Qwen25VLAdapter(Adapter):
+class Qwen25VLAdapter(QwenVLAdapter):
     architecture: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
+    family: ClassVar[str] = "Qwen2.5-VL"
 
-    def __init__(self, model_dir: Path) -> None:
-        super().__init__(model_dir)
-        processor = read_json(model_dir / PROCESSOR_FILE)
-        self.patch_px = required_int(processor, "patch_size", PROCESSOR_FILE)
-        self.merge_size = required_int(processor, "merge_size", PROCESSOR_FILE)
-        size = processor.get("size") or {}
-        self.min_pixels = _bound(processor, "min_pixels", size, "shortest_edge")
-        self.max_pixels = _bound(processor, "max_pixels", size, "longest_edge")
-        self.image_token_id = required_int(self.config, "image_token_id", "config.json")
-        if self.text_config.get("use_sliding_window"):
-            raise StartupError(f"model {self.model_name!r} attends in sliding windows, which Triptych cannot serve yet")
-
-    def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
-        if min(width_px, height_px) < 1:
-            raise MediaInvalid("the picture has no pixels")
-        if max(width_px, height_px) > MAX_ASPECT_RATIO * min(width_px, height_px):
-            raise MediaInvalid(
-                f"the picture is {width_px}x{height_px}; "
-                f"its longer side may be at most {MAX_ASPECT_RATIO} times the shorter"
-            )
-        unit_px = self.patch_px * self.merge_size
-        height, width = resized_to_grid(height_px, width_px, unit_px, self.min_pixels, self.max_pixels)
-        grid = Grid(1, height // self.patch_px, width // self.patch_px)
-        return ItemLayout(grid, (grid.h * grid.w // self.merge_size**2,))
-
-    def placeholder_id(self, modality: Modality) -> int:
-        if modality is not Modality.IMAGE:
-            raise ModalityUnsupported(f"{modality.value} input is not served yet; send pictures and text")
-        return self.image_token_id
-
-    def positions(self, num_tokens: int, items: Sequence[Item]) -> tuple[PositionArray, int]:
-        return mrope_positions(num_tokens, items, self.merge_size)
-
-    def load_vision(self, dtype: torch.dtype, device: torch.device) -> VisionPart:
-        from triptych.model.qwen_vl_parts import load_qwen25_vision
-
-        return load_qwen25_vision(self, dtype, device)
-
-    def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
-        from triptych.model.qwen_vl_parts import load_qwen25_language
-
-        return load_qwen25_language(self, dtype, device)
+    def _check_tower(self) -> None:
+        vision = self.vision_config
+        self._check_tower_heads(vision.positive("hidden_size"))
+        self._check_row_width("out_hidden_size")
+        vision.indexes("fullatt_block_indexes", vision.positive("depth"))
+        if vision.positive("window_size") < self.patch_px * self.merge_size:
+            vision.refuse("window_size", f"which is less than one token's {self.patch_px * self.merge_size} pixels")

@@ -1,0 +1,265 @@
+"""What a checkpoint's JSON files say: a field that is missing, ill-typed or contradicts another stops the start, and
+the message names the field and its file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.checkpoints import FAMILIES
+from triptych.core.errors import StartupError
+from triptych.model.registry import adapter_for
+
+CPU = torch.device("cpu")
+MISSING = object()
+CONFIG, PROCESSOR, GENERATION = "config.json", "preprocessor_config.json", "generation_config.json"
+
+
+@pytest.fixture(params=FAMILIES)
+def model_dir(request: pytest.FixtureRequest, tiny_model_dirs: dict[str, Path], tmp_path: Path) -> Path:
+    return copied(tiny_model_dirs[request.param], tmp_path)
+
+
+def copied(model_dir: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(model_dir, tmp_path / "spoiled"))
+
+
+def spoil(model_dir: Path, file: str, place: str, value: object) -> None:
+    """Sets the field at the dotted `place`, or removes it."""
+    content = json.loads((model_dir / file).read_text())
+    table, (*outer, field) = content, place.split(".")
+    for name in outer:
+        table = table[name]
+    if value is MISSING:
+        del table[field]
+    else:
+        table[field] = value
+    (model_dir / file).write_text(json.dumps(content))
+
+
+def refusal(model_dir: Path) -> str:
+    """From the adapter alone: the router has no more, and should not start either."""
+    with pytest.raises(StartupError) as caught:
+        adapter_for(model_dir)
+    assert str(model_dir.parent) not in caught.value.message
+    return caught.value.message
+
+
+TEXT_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+VISION_NUMBERS = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_size")
+
+
+@pytest.mark.parametrize("value", [MISSING, None, "many", 0, -1, 1.5, True], ids=repr)
+@pytest.mark.parametrize(
+    "place", [*(f"text_config.{f}" for f in TEXT_NUMBERS), *(f"vision_config.{f}" for f in VISION_NUMBERS)]
+)
+def test_a_size_that_is_missing_or_no_positive_number_is_named(
+    tiny_model_dirs: dict[str, Path], tmp_path: Path, place: str, value: object
+) -> None:
+    for family, kept in tiny_model_dirs.items():
+        model_dir = copied(kept, tmp_path / family)
+        spoil(model_dir, CONFIG, place, value)
+        assert f"config.json: {place}" in refusal(model_dir), family
+
+
+FAMILYS_OWN = [
+    ("qwen2-vl", "vision_config.embed_dim", (MISSING, "wide")),
+    ("qwen2-vl", "vision_config.hidden_size", (65,)),
+    ("qwen2.5-vl", "vision_config.out_hidden_size", (MISSING, 32, 65)),
+    ("qwen2.5-vl", "vision_config.window_size", (MISSING, 0, 20)),
+    ("qwen2.5-vl", "vision_config.fullatt_block_indexes", (MISSING, 1, [3], [-1], [1, 1], ["1"])),
+    ("qwen3-vl", "vision_config.out_hidden_size", (MISSING, 32)),
+    ("qwen3-vl", "vision_config.num_position_embeddings", (MISSING, 0, 63)),
+    ("qwen3-vl", "vision_config.deepstack_visual_indexes", (MISSING, 1, [3], [-1], [0, 0], [0.0], "01")),
+    ("qwen3-vl", "text_config.head_dim", (MISSING, 0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "value"), [(family, place, value) for family, place, values in FAMILYS_OWN for value in values]
+)
+def test_a_field_of_the_familys_own_is_named(
+    tiny_model_dirs: dict[str, Path], tmp_path: Path, family: str, place: str, value: object
+) -> None:
+    model_dir = copied(tiny_model_dirs[family], tmp_path)
+    spoil(model_dir, CONFIG, place, value)
+    assert f"config.json: {place}" in refusal(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("text_config.rms_norm_eps", MISSING),
+        ("text_config.rms_norm_eps", "small"),
+        ("text_config.rms_norm_eps", 0),
+        ("text_config.num_key_value_heads", 3),
+        ("text_config.use_sliding_window", True),
+        ("text_config.layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("text_config.rope_parameters", MISSING),
+        ("text_config.rope_parameters", 3),
+        ("text_config.rope_parameters.mrope_section", MISSING),
+        ("text_config.rope_parameters.mrope_section", [2, 3]),
+        ("text_config.rope_parameters.mrope_section", [2, 3, 4]),
+        ("text_config.rope_parameters.mrope_section", [0, 4, 4]),
+        ("text_config.rope_parameters.mrope_section", "2,3,3"),
+        ("text_config.rope_parameters.rope_type", "dynamic"),
+        ("text_config.rope_parameters.rope_type", "longrope"),
+        ("text_config.vocab_size", 1_000_001),
+        ("vision_config.num_heads", 3),
+        ("vision_config", MISSING),
+        ("vision_config", []),
+        ("image_token_id", MISSING),
+        ("image_token_id", 638),
+        ("image_token_id", -1),
+        ("image_token_id", "636"),
+    ],
+)
+def test_a_field_of_the_config_that_contradicts_is_named(model_dir: Path, place: str, value: object) -> None:
+    spoil(model_dir, CONFIG, place, value)
+    assert f"config.json: {place}" in refusal(model_dir)
+
+
+def test_a_theta_that_stands_nowhere_is_named(model_dir: Path) -> None:
+    spoil(model_dir, CONFIG, "text_config.rope_parameters.rope_theta", MISSING)
+    assert "rope_theta" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl"])
+def test_heads_that_do_not_divide_the_hidden_size_are_named(
+    tiny_model_dirs: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    model_dir = copied(tiny_model_dirs[family], tmp_path)
+    spoil(model_dir, CONFIG, "text_config.num_attention_heads", 6)
+    assert "config.json: text_config.num_attention_heads" in refusal(model_dir)
+
+
+def test_more_levels_than_layers_are_refused(tiny_model_dirs: dict[str, Path], tmp_path: Path) -> None:
+    """The stock model would leave them out in silence."""
+    model_dir = copied(tiny_model_dirs["qwen3-vl"], tmp_path)
+    spoil(model_dir, CONFIG, "text_config.num_hidden_layers", 1)
+    assert "deepstack_visual_indexes" in refusal(model_dir)
+
+
+def test_quantized_weights_are_refused(model_dir: Path) -> None:
+    spoil(model_dir, CONFIG, "quantization_config", {"quant_method": "gptq"})
+    assert "quantization_config" in refusal(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("patch_size", MISSING),
+        ("patch_size", 8),
+        ("merge_size", MISSING),
+        ("merge_size", 1),
+        ("temporal_patch_size", MISSING),
+        ("temporal_patch_size", 1),
+        ("size", MISSING),
+        ("size", 3136),
+        ("size", {"shortest_edge": 3136}),
+        ("size", {"shortest_edge": "few", "longest_edge": 50176}),
+        ("size", {"shortest_edge": 50176, "longest_edge": 3136}),
+        ("do_resize", False),
+        ("image_mean", [0.5, 0.5]),
+        ("image_std", "half"),
+        ("rescale_factor", "255"),
+    ],
+)
+def test_a_field_of_the_processor_is_named(model_dir: Path, place: str, value: object) -> None:
+    spoil(model_dir, PROCESSOR, place, value)
+    assert f"preprocessor_config.json: {place}" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("value", ["626", [626, "x"], 638, [-1], True])
+def test_an_end_token_that_is_none_is_named(model_dir: Path, value: object) -> None:
+    spoil(model_dir, GENERATION, "eos_token_id", value)
+    assert "generation_config.json: eos_token_id" in refusal(model_dir)
+
+
+def test_what_stock_refuses_is_refused_with_its_reason(model_dir: Path) -> None:
+    """A field that only transformers reads: it names it, and so do we."""
+    spoil(model_dir, CONFIG, "text_config.attention_dropout", "a lot")
+    adapter = adapter_for(model_dir)
+    with pytest.raises(StartupError, match="attention_dropout"):
+        adapter.load_language(torch.float32, CPU)
+
+
+@pytest.mark.parametrize("file", [CONFIG, PROCESSOR])
+@pytest.mark.parametrize("content", [None, "{", "[]", "[" * 100_000, "\x00"])
+def test_a_missing_or_damaged_json_file_is_named(model_dir: Path, file: str, content: str | None) -> None:
+    (model_dir / file).unlink()
+    if content is not None:
+        (model_dir / file).write_text(content)
+    assert file in refusal(model_dir)
+
+
+@pytest.mark.parametrize("architectures", ["Qwen2VLForConditionalGeneration", [], {}, None, [None], 3])
+def test_a_list_of_architectures_that_is_none_is_refused(model_dir: Path, architectures: object) -> None:
+    spoil(model_dir, CONFIG, "architectures", architectures)
+    assert "supported: " in refusal(model_dir)
+
+
+# --- what may be ------------------------------------------------------------------------------------------------------
+
+
+def test_bounds_in_pixels_may_stand_beside_the_size(model_dir: Path) -> None:
+    content = json.loads((model_dir / PROCESSOR).read_text())
+    del content["size"]
+    (model_dir / PROCESSOR).write_text(json.dumps({**content, "min_pixels": 3136, "max_pixels": 50176}))
+    adapter: Any = adapter_for(model_dir)
+    assert (adapter.min_pixels, adapter.max_pixels) == (3136, 50176)
+
+
+def test_the_rope_may_stand_under_its_older_names(model_dir: Path) -> None:
+    """As in the published checkpoints: `rope_scaling` of type mrope, `rope_theta` beside it."""
+    kept = outputs(model_dir)
+    content = json.loads((model_dir / CONFIG).read_text())
+    rope = content["text_config"].pop("rope_parameters")
+    content["text_config"]["rope_theta"] = rope["rope_theta"]
+    content["text_config"]["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    if content["model_type"] == "qwen3_vl":
+        content["text_config"]["rope_scaling"] = {"rope_type": "default", "mrope_section": rope["mrope_section"]}
+    (model_dir / CONFIG).write_text(json.dumps(content))
+    assert torch.equal(outputs(model_dir), kept)
+
+
+@pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl"])
+def test_the_language_models_fields_may_stand_at_the_top(
+    tiny_model_dirs: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """As in the published checkpoints of these two families."""
+    model_dir = copied(tiny_model_dirs[family], tmp_path)
+    kept = outputs(model_dir)
+    content = json.loads((model_dir / CONFIG).read_text())
+    text = content.pop("text_config")
+    content |= {name: value for name, value in text.items() if name not in ("model_type", "dtype")}
+    (model_dir / CONFIG).write_text(json.dumps(content))
+    assert torch.equal(outputs(model_dir), kept)
+
+
+def outputs(model_dir: Path) -> torch.Tensor:
+    """Hidden rows of a prompt of text at positions that differ by axis: what the config's numbers go into."""
+    language: Any = adapter_for(model_dir).load_language(torch.float32, CPU)
+    stock = copy.deepcopy(language.model)
+    stock.config._attn_implementation = "eager"
+    positions = torch.stack([torch.arange(9), torch.arange(9) * 2, torch.arange(9) * 3])[:, None]
+    with torch.inference_mode():
+        rows: torch.Tensor = stock(
+            inputs_embeds=language.embed(torch.arange(1, 10))[None], position_ids=positions, use_cache=False
+        ).last_hidden_state
+    return rows

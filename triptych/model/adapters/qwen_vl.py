@@ -1,0 +1,159 @@
+"""What the Qwen-VL families have in common: pictures at their own resolution, patches merged two by two (or as the
+checkpoint says), M-RoPE positions, causal attention throughout the language model."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triptych.core.errors import MediaInvalid, ModalityUnsupported
+from triptych.core.plan import Grid, Item, Modality
+from triptych.mm.mrope import PositionArray, mrope_positions
+from triptych.model.adapters.base import Adapter, ItemLayout
+from triptych.model.checkpoint_files import CONFIG_FILE, PROCESSOR_FILE, Table, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from triptych.model.parts import LanguagePart, VisionPart
+
+MAX_ASPECT_RATIO = 200
+COLOURS = 3
+ROPE_TYPES = ("default", "mrope", "linear", "yarn")
+"""Frequencies that depend on nothing but the config; others change with the length of whatever else is in the batch."""
+
+
+def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """The size the Qwen processor resizes to: both sides multiples of `unit_px`, area within the bounds, ratio kept.
+
+    The rule is the one in the model's public image processor ("smart resize"): round to the unit; when that leaves the
+    bounds, scale both sides by the square root of the excess and round inwards.
+    """
+    height = round(height_px / unit_px) * unit_px
+    width = round(width_px / unit_px) * unit_px
+    if height * width > max_pixels:
+        shrink = math.sqrt(height_px * width_px / max_pixels)
+        height = max(unit_px, math.floor(height_px / shrink / unit_px) * unit_px)
+        width = max(unit_px, math.floor(width_px / shrink / unit_px) * unit_px)
+    elif height * width < min_pixels:
+        grow = math.sqrt(min_pixels / (height_px * width_px))
+        height = math.ceil(height_px * grow / unit_px) * unit_px
+        width = math.ceil(width_px * grow / unit_px) * unit_px
+    return height, width
+
+
+class QwenVLAdapter(Adapter):
+    """Base of the families. What they share of the vision tower's config is read here, the rest in `_check_tower`."""
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__(model_dir)
+        whole = Table(self.config, CONFIG_FILE)
+        self.vision_config = whole.table("vision_config")
+        self.image_token_id = whole.token_id("image_token_id", self.vocab_size)
+        self._read_processor(Table(read_json(model_dir / PROCESSOR_FILE), PROCESSOR_FILE))
+        self._check_language()
+        self._check_tower()
+
+    def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
+        if min(width_px, height_px) < 1:
+            raise MediaInvalid("the picture has no pixels")
+        if max(width_px, height_px) > MAX_ASPECT_RATIO * min(width_px, height_px):
+            raise MediaInvalid(
+                f"the picture is {width_px}x{height_px}; "
+                f"its longer side may be at most {MAX_ASPECT_RATIO} times the shorter"
+            )
+        unit_px = self.patch_px * self.merge_size
+        height, width = resized_to_grid(height_px, width_px, unit_px, self.min_pixels, self.max_pixels)
+        grid = Grid(1, height // self.patch_px, width // self.patch_px)
+        return ItemLayout(grid, (grid.h * grid.w // self.merge_size**2,))
+
+    def placeholder_id(self, modality: Modality) -> int:
+        if modality is not Modality.IMAGE:
+            raise ModalityUnsupported(f"{modality.value} input is not served yet; send pictures and text")
+        return self.image_token_id
+
+    def positions(self, num_tokens: int, items: Sequence[Item]) -> tuple[PositionArray, int]:
+        return mrope_positions(num_tokens, items, self.merge_size)
+
+    def load_vision(self, dtype: torch.dtype, device: torch.device) -> VisionPart:
+        from triptych.model.qwen_vl_parts import QwenVision, load_vision
+
+        return load_vision(self, QwenVision, dtype, device)
+
+    def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
+        from triptych.model.qwen_vl_parts import QwenLanguage, load_language
+
+        return load_language(self, QwenLanguage, dtype, device)
+
+    # -- what config and processor must say --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _check_tower(self) -> None:
+        """Checks the family's own fields. Raises StartupError that names the field."""
+
+    def _read_processor(self, processor: Table) -> None:
+        self.patch_px = processor.positive("patch_size")
+        self.merge_size = processor.positive("merge_size")
+        self.min_pixels = _bound(processor, "min_pixels", "shortest_edge")
+        self.max_pixels = _bound(processor, "max_pixels", "longest_edge")
+        if self.min_pixels > self.max_pixels:
+            processor.refuse("size", f"and {self.min_pixels} pixels at least are more than {self.max_pixels} at most")
+        if processor.values.get("do_resize", True) is not True:
+            processor.refuse("do_resize", "but sizes are served only as the processor resizes them")
+        for field in ("image_mean", "image_std"):
+            if field in processor:
+                processor.numbers(field, COLOURS)
+        if "rescale_factor" in processor:
+            processor.number("rescale_factor")
+        vision = self.vision_config
+        self._same(processor, "patch_size", vision, "patch_size")
+        self._same(processor, "merge_size", vision, "spatial_merge_size")
+        self._same(processor, "temporal_patch_size", vision, "temporal_patch_size")
+
+    def _check_language(self) -> None:
+        text = self.text_config
+        text.positive("intermediate_size")
+        text.number("rms_norm_eps")
+        if text.values.get("use_sliding_window"):
+            text.refuse("use_sliding_window", "and attention in sliding windows cannot be served yet")
+        for kind in text.values.get("layer_types") or []:
+            if kind != "full_attention":
+                text.refuse("layer_types", "and only full attention can be served yet")
+        rope = text.table("rope_scaling" if "rope_scaling" in text else "rope_parameters")
+        (rope if "rope_theta" in rope else text).number("rope_theta")
+        kind_field = "rope_type" if "rope_type" in rope else "type"
+        if rope.values.get(kind_field, "default") not in ROPE_TYPES:
+            rope.refuse(kind_field, f"and only {', '.join(ROPE_TYPES)} can be served")
+        sections, pairs = rope.positives("mrope_section", 3), self.kv_shape.head_dim // 2
+        if sum(sections) != pairs or self.kv_shape.head_dim % 2:
+            rope.refuse("mrope_section", f"whose sum should be {pairs}, half of the head size {self.kv_shape.head_dim}")
+
+    def _check_tower_heads(self, width: int) -> None:
+        """Heads share the tower's `width`; each head turns rows and columns in pairs."""
+        vision = self.vision_config
+        vision.positive("depth")
+        heads = vision.positive("num_heads")
+        if width % (4 * heads):
+            vision.refuse("num_heads", f"and the tower's width {width} is not a multiple of four times that")
+
+    def _check_row_width(self, field: str) -> None:
+        """What the tower gives must be as wide as what the language model takes."""
+        if self.vision_config.positive(field) != self.hidden_size:
+            self.vision_config.refuse(
+                field, f"but {self.text_config.name('hidden_size')} is {self.hidden_size}; they should be equal"
+            )
+
+    def _same(self, processor: Table, field: str, vision: Table, vision_field: str) -> None:
+        given, expected = processor.positive(field), vision.positive(vision_field)
+        if given != expected:
+            processor.refuse(field, f"but {vision.name(vision_field)} is {expected}; they should be equal")
+
+
+def _bound(processor: Table, name: str, edge: str) -> int:
+    """A bound in pixels; older processors keep it beside `size`, newer ones within."""
+    if name in processor:
+        return processor.positive(name)
+    return processor.table("size").positive(edge)
