@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.errors import StartupError
+from triptych.transport.names import TRANSPORT_CHOICES
 
 TOPOLOGIES = ("e-p-d", "mono")
 DEFAULT_PORT = 8000
@@ -18,6 +19,13 @@ class UpSettings:
     model: Path | None = field(default=None, metadata={"help": "folder of the checkpoint; without it the bundled one"})
     topology: str = field(
         default="e-p-d", metadata={"choices": TOPOLOGIES, "help": "a process for each stage, or one for all"}
+    )
+    transport: str = field(
+        default="auto",
+        metadata={
+            "choices": tuple(TRANSPORT_CHOICES),
+            "help": "how bytes move between the workers; auto: the best that works",
+        },
     )
     encoders: int = field(default=1, metadata={"min": 1, "max": 64, "help": "encoder processes"})
     prefills: int = field(default=1, metadata={"min": 1, "max": 64, "help": "prefill processes"})
