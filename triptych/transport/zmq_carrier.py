@@ -30,11 +30,12 @@ from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, Payload
 from triptych.transport.pages import PageSource, granted_pages, pages_in
 from triptych.transport.session import check_slot
 from triptych.transport.types import SlotGrant
+from triptych.transport.zmq_gate import credentials
 
 LABEL: Final = "zmq"
 SEND_HIGH_WATER: Final = 16
 SEND_TIMEOUT_S: Final = 10.0
-CONNECT_TIMEOUT_S: Final = 3.0
+CONNECT_TIMEOUT_S: Final = 4.0
 # Above the first nothing more is computed for the link; above the second, which the steps under way and prefixes from
 # the cache may reach, a grant fails. A grant alone on the link may always be as large as it is.
 CONGESTED_BYTES: Final = 64 << 20
@@ -112,6 +113,7 @@ class ZmqCarrier:
         self._socket.linger = 0
         self._socket.sndhwm = SEND_HIGH_WATER
         self._socket.immediate = True  # frames wait for a peer here, where they are counted, not in a pipe to nobody
+        self._socket.plain_username, self._socket.plain_password = credentials(session, session_key)
         self._socket.ipv6 = endpoint.startswith("tcp://[")
 
     async def connect(self) -> None:

@@ -1,5 +1,6 @@
 """The receiving end of `zmq-ipc` and `zmq-tcp`: one socket per process, whose frames land in the arenas.
 
+    connection --> key of a living session? (zmq_gate.py)
     data frame --> header right? --> its session known? key? --> its grant open? in order? --> written
                         '--------------------'--------------------------'--> dropped and counted
 
@@ -28,6 +29,7 @@ from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, SESSION_KEY_BYTES, 
 from triptych.transport.frames import MAX_SOCKET_PATH_BYTES
 from triptych.transport.landings import LandingSession
 from triptych.transport.types import DataAddress
+from triptych.transport.zmq_gate import Gate
 
 # Messages that may wait in this process, a connection; each at most a header and MAX_PAYLOAD_BYTES.
 RECEIVE_HIGH_WATER: Final = 16
@@ -60,6 +62,7 @@ class DataPort:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._gate: Gate | None = None
         self._sessions: dict[int, LandingSession] = {}
 
     @property
@@ -68,8 +71,11 @@ class DataPort:
         return DataAddress(str(self._socket_path or ""), self._port)
 
     async def open(self) -> None:
+        self._gate = Gate(self._context, self._key_of)
         socket = self._context.socket(zmq.PULL)
         self._socket = socket
+        socket.plain_server = True
+        socket.zap_domain = b"triptych"
         socket.linger = 0
         socket.rcvhwm = RECEIVE_HIGH_WATER
         socket.maxmsgsize = MAX_PAYLOAD_BYTES
@@ -103,9 +109,16 @@ class DataPort:
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
+        if self._gate is not None:
+            await self._gate.close()
+            self._gate = None
         self._context.destroy(linger=0)
         if self._socket_path is not None:
             self._socket_path.unlink(missing_ok=True)
+
+    def _key_of(self, session_id: int) -> bytes | None:
+        session = self._sessions.get(session_id)
+        return None if session is None else session.session_key
 
     def _bind_tcp(self, socket: zmq.asyncio.Socket) -> int:
         host = _numeric(self._host)
