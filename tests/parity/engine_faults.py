@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from triptych.mm.mrope import mrope_positions
 from triptych.model import runner
 from triptych.model.adapters import qwen_vl
 from triptych.model.runner import EmbeddingSpan, RunSlice
-from triptych.stages.prefill import PoolHandoff
+from triptych.transport.pages import MappedPages
 
 Spans = tuple[EmbeddingSpan, ...]
 
@@ -93,21 +95,21 @@ def stale_page(page: int) -> Iterator[None]:
 
     Requests come in pairs: the second finds the first one's page.
     """
-    left: list[torch.Tensor] = []
-    copy = PoolHandoff.copy
+    left: list[npt.NDArray[np.uint8]] = []
+    copy = MappedPages.copy
 
-    def copy_all_but_one(handoff: PoolHandoff, pages: Sequence[int], first: int) -> int:
+    def copy_all_but_one(handoff: MappedPages, pages: Sequence[int], first: int) -> int:
         moved = copy(handoff, pages, first)
         if first <= page < first + len(pages):
-            here = handoff.target[:, :, handoff.target_pages[page]]
+            here = handoff.target[:, handoff.target_pages[page]]
             if left:
-                here.copy_(left.pop())
+                here[:] = left.pop()
             else:
-                left.append(here.clone())
+                left.append(here.copy())
         return moved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PoolHandoff, "copy", copy_all_but_one)
+        patch.setattr(MappedPages, "copy", copy_all_but_one)
         yield
 
 

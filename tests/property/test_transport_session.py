@@ -232,7 +232,17 @@ def test_the_transport_is_the_best_that_both_can_do() -> None:
     same = Endpoint(RECEIVER.ref, "host-1", ("inproc", "shm"))
     assert choose_transport(same, RECEIVER) == "inproc"
     assert choose_transport(SENDER, RECEIVER) == "shm"
-    for lonely in (Endpoint(SENDER.ref, "host-2", ("shm",)), Endpoint(SENDER.ref, "", ("shm", "inproc"))):
+    both = ("shm", "zmq-ipc", "zmq-tcp")
+    able = Endpoint(RECEIVER.ref, "host-1", ("inproc", *both))
+    assert choose_transport(Endpoint(SENDER.ref, "host-1", both), able) == "shm"
+    assert choose_transport(Endpoint(SENDER.ref, "host-1", both[1:]), able) == "zmq-ipc"
+    assert choose_transport(Endpoint(SENDER.ref, "host-2", both), able) == "zmq-tcp"
+    assert choose_transport(Endpoint(SENDER.ref, "", both), Endpoint(RECEIVER.ref, "", both)) == "zmq-tcp"
+    for lonely in (
+        Endpoint(SENDER.ref, "host-2", ("shm",)),
+        Endpoint(SENDER.ref, "", ("shm", "inproc")),
+        Endpoint(SENDER.ref, "host-2", both),
+    ):
         try:
             choose_transport(lonely, RECEIVER)
         except TransferRefused:

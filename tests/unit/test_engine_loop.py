@@ -97,6 +97,8 @@ class PoolOfAnother:
     pages: dict[int, list[float | None]] = field(default_factory=dict)
     copies: int = 0
 
+    is_congested = False
+
     def copy(self, pages: SequenceOf[int], first: int) -> int:
         self.copies += 1
         for place, page in enumerate(pages, first):

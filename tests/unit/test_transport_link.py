@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, TransferRefused, TriptychError, Unauthenticated
@@ -19,18 +22,23 @@ from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.core.worker import Role, WorkerInfo, WorkerState
+from triptych.kv.pages import PageLayout
 from triptych.obs import metrics
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer
 from triptych.testing.receivers import FakeEmbeddingReceiver, FakeKvReceiver
-from triptych.transport.inproc import InprocLink
+from triptych.transport.carrier import WriterEvents
 from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id, kv_layout_fingerprint
-from triptych.transport.link import ReceiverLink
+from triptych.transport.link import AskingLink
 from triptych.transport.link_pool import LinkPool
+from triptych.transport.pages import MappedPages
 from triptych.transport.receiver import Receivers
+from triptych.transport.receiver_link import ReceiverLink
 from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
 from triptych.transport.types import Arena, ArenaKind, Endpoint, HaveIt, SlotGrant
+from triptych.transport.ways import DataSockets, Ways
+from triptych.transport.zmq_port import DataPort, data_socket_path
 from triptych.wire.v1 import transfer_pb2 as wire
 from triptych.wire.v1 import transfer_pb2_grpc
 
@@ -42,6 +50,40 @@ REF = AttemptRef("req-1")
 FULL = AttemptRef("req-full")
 IDENTITY = b"i" * 32
 SENDER = Endpoint(WorkerRef("encoder-1", 11), host_id(), ("inproc", "shm"))
+TRANSPORTS = ("inproc", "shm", "zmq-ipc", "zmq-tcp")
+PAGES = PageLayout(num_planes=4, cell_bytes=16)
+NO_SOCKETS = Ways(DataSockets(), "127.0.0.1")
+
+
+def sender_by(transport: str, host: Host) -> Endpoint:
+    """A sender that will choose that transport."""
+    me = Endpoint.of(host.info) if transport == "inproc" else SENDER
+    return replace(me, transports=(transport,))
+
+
+class Pages:
+    """A pool to send from, of random bytes: (pages, planes, cell bytes)."""
+
+    layout = PAGES
+
+    def __init__(self, seed: int, num_pages: int = 8) -> None:
+        shape = (num_pages, PAGES.num_planes, PAGES.cell_bytes)
+        self.cells = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+    def gather(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
+        return self.cells[list(pages)]
+
+
+def page_of(arena: memoryview, page: int) -> npt.NDArray[np.uint8]:
+    """(planes, cell bytes) of the receiver's page."""
+    return np.frombuffer(arena, dtype=np.uint8).reshape(PAGES.num_planes, -1, PAGES.cell_bytes)[:, page]
+
+
+def heard(*_: object) -> None:
+    """What a page writer says, for those who do not care."""
+
+
+EVENTS = WriterEvents(failed=heard, relieved=heard)
 
 
 @dataclass
@@ -54,6 +96,7 @@ class Host:
     servicer: TransferServicer
     server: RpcServer
     channels: ChannelPool
+    data_port: DataPort
 
     def pool(self, me: Endpoint = SENDER) -> LinkPool:
         return LinkPool(me, partial(transfer_stub, self.channels), Receivers(self.embedding, self.kv))
@@ -63,9 +106,12 @@ class Host:
 async def running(epoch: int = 21) -> AsyncIterator[Host]:
     segments = [SharedSegment.create(ARENA_BYTES, "embed"), SharedSegment.create(ARENA_BYTES, "kv")]
     embedding = FakeEmbeddingReceiver(Arena.shared(ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, segments[0]))
-    kv = FakeKvReceiver(Arena.shared(ArenaKind.KV, KV_LAYOUT, segments[1]))
-    me = Endpoint(WorkerRef("prefill-1", epoch), host_id(), ("inproc", "shm"))
-    servicer = TransferServicer(me, Receivers(embedding, kv))
+    kv = FakeKvReceiver(Arena.shared(ArenaKind.KV, KV_LAYOUT, segments[1], PAGES))
+    me = Endpoint(WorkerRef("prefill-1", epoch), host_id(), TRANSPORTS)
+    sockets = tempfile.TemporaryDirectory(prefix="triptych-test-")
+    data_port = DataPort("127.0.0.1", 0, data_socket_path(Path(sockets.name), "prefill-1"))
+    await data_port.open()
+    servicer = TransferServicer(me, Receivers(embedding, kv), data_port)
     server = RpcServer("127.0.0.1", 0, token=TOKEN)
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
     port = await server.start()
@@ -80,11 +126,13 @@ async def running(epoch: int = 21) -> AsyncIterator[Host]:
     )
     channels = ChannelPool(TOKEN)
     try:
-        yield Host(info, embedding, kv, servicer, server, channels)
+        yield Host(info, embedding, kv, servicer, server, channels, data_port)
     finally:
         await channels.close()
         await servicer.close()
         await server.stop(0)
+        await data_port.close()
+        sockets.cleanup()
         for segment in segments:
             segment.close()
 
@@ -95,11 +143,11 @@ async def host() -> AsyncIterator[Host]:
         yield started
 
 
-@pytest.fixture(params=["shm", "inproc"])
-async def link(request: pytest.FixtureRequest, host: Host) -> AsyncIterator[ReceiverLink | InprocLink]:
-    pool = host.pool(SENDER if request.param == "shm" else Endpoint.of(host.info))
+@pytest.fixture(params=TRANSPORTS)
+async def link(request: pytest.FixtureRequest, host: Host) -> AsyncIterator[AskingLink]:
+    pool = host.pool(sender_by(request.param, host))
     made = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
-    assert isinstance(made, ReceiverLink | InprocLink) and made.transport == request.param
+    assert isinstance(made, AskingLink) and made.transport == request.param.split("-")[0]
     yield made
     await pool.close()
 
@@ -107,7 +155,7 @@ async def link(request: pytest.FixtureRequest, host: Host) -> AsyncIterator[Rece
 @pytest.fixture
 async def shm_link(host: Host) -> AsyncIterator[ReceiverLink]:
     made = ReceiverLink(SENDER, host.info.ref, ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
-    await made.connect(transfer_stub(host.channels, host.info))
+    await made.connect(transfer_stub(host.channels, host.info), NO_SOCKETS)
     yield made
     await made.close()
 
@@ -118,24 +166,25 @@ async def eventually(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def send(link: ReceiverLink | InprocLink, ref: AttemptRef, index: int, data: bytes) -> SlotGrant:
+async def send(link: AskingLink, ref: AttemptRef, index: int, data: bytes) -> SlotGrant:
     grant = await link.request_slot(ref, index, IDENTITY, 1, len(data))
     assert isinstance(grant, SlotGrant)
-    link.slot_view(grant)[:] = data
+    await link.write_slot(grant, memoryview(data))
     await link.commit_embedding(ref, index, grant, EmbeddingSource.REMOTE, checksum64(data))
     return grant
 
 
-async def fill(link: ReceiverLink | InprocLink, ref: AttemptRef = FULL) -> SlotGrant:
+async def fill(link: AskingLink, ref: AttemptRef = FULL) -> SlotGrant:
     grant = await link.request_slot(ref, 0, IDENTITY, 1, ARENA_BYTES)
     assert isinstance(grant, SlotGrant)
+    await link.write_slot(grant, memoryview(bytes(ARENA_BYTES)))
     return grant
 
 
 # --- the straight way ------------------------------------------------------------------------------------------------
 
 
-async def test_an_embedding_lands(host: Host, link: ReceiverLink | InprocLink) -> None:
+async def test_an_embedding_lands(host: Host, link: AskingLink) -> None:
     counter = metrics.EMBEDDING_TRANSFER_BYTES.labels(transport=link.transport)
     before = counter._value.get()
     await send(link, REF, 3, b"x" * 100)
@@ -143,12 +192,12 @@ async def test_an_embedding_lands(host: Host, link: ReceiverLink | InprocLink) -
     assert counter._value.get() - before == 100
 
 
-async def test_have_it_needs_no_slot(host: Host, link: ReceiverLink | InprocLink) -> None:
+async def test_have_it_needs_no_slot(host: Host, link: AskingLink) -> None:
     host.embedding.have[IDENTITY] = EmbeddingSource.RADIX
     assert await link.request_slot(REF, 0, IDENTITY, 1, 64) == HaveIt(EmbeddingSource.RADIX)
 
 
-async def test_a_request_that_waits_blocks_no_other(host: Host, link: ReceiverLink | InprocLink) -> None:
+async def test_a_request_that_waits_blocks_no_other(host: Host, link: AskingLink) -> None:
     grant = await fill(link)
     waiting = asyncio.create_task(link.request_slot(REF, 0, IDENTITY, 1, 64))
     await asyncio.sleep(0.05)
@@ -158,7 +207,7 @@ async def test_a_request_that_waits_blocks_no_other(host: Host, link: ReceiverLi
     assert isinstance(await waiting, SlotGrant)
 
 
-async def test_many_at_once_never_mix(host: Host, link: ReceiverLink | InprocLink) -> None:
+async def test_many_at_once_never_mix(host: Host, link: AskingLink) -> None:
     refs = [AttemptRef(f"req-{n}") for n in range(200)]
     await asyncio.gather(*(send(link, ref, n % 7, bytes([n % 251]) * (1 + n)) for n, ref in enumerate(refs)))
     for n, ref in enumerate(refs):
@@ -166,20 +215,26 @@ async def test_many_at_once_never_mix(host: Host, link: ReceiverLink | InprocLin
     assert host.embedding.slots.free_bytes == ARENA_BYTES
 
 
-@pytest.mark.parametrize("transport", ["shm", "inproc"])
-async def test_kv_is_bound_and_committed(host: Host, transport: str) -> None:
-    pool = host.pool(SENDER if transport == "shm" else Endpoint.of(host.info))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_kv_is_bound_and_committed(host: Host, transport: str, seed: int) -> None:
+    pool, source = host.pool(sender_by(transport, host)), Pages(seed)
     link = await pool.kv_link(host.info, KV_LAYOUT)
     credit = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
     host.kv.credits["grant-1"] = credit
     bound = await link.bind_kv(REF, credit)
     assert bound.groups[0].pages == [0, 1, 2, 3] and bound.generation == 1
-    link.arena_buffer[:4] = b"kvkv"
-    await link.commit_kv(REF, bound, 9, 4, Token(0, 5), -2)
-    assert bytes(host.kv.arena.buffer[:4]) == b"kvkv"
+    writer = link.page_writer(bound, source, EVENTS)
+    assert not writer.is_congested
+    assert writer.copy([], 0) == 0
+    moved = await asyncio.to_thread(writer.copy, [5, 2], 0) + await asyncio.to_thread(writer.copy, [7], 2)
+    assert moved == 3 * PAGES.page_bytes
+    await link.commit_kv(REF, bound, 9, moved, Token(0, 5), -2)
+    for page, sent in enumerate((5, 2, 7)):
+        assert (page_of(host.kv.arena.buffer, page) == source.cells[sent]).all()
+    assert not page_of(host.kv.arena.buffer, 3).any()
     assert host.kv.landed["grant-1"].position_delta == -2
-    with pytest.raises(TransferRefused, match="handle is wrong"):
-        await link.commit_kv(REF, replace(bound, generation=7), 9, 4, Token(0, 5), 0)
+    with pytest.raises(TransferRefused, match=r"handle is wrong|no checksum"):
+        await link.commit_kv(REF, replace(bound, generation=7), 9, moved, Token(0, 5), 0)
     with pytest.raises(TransferRefused, match="no such grant"):
         await link.bind_kv(REF, replace(credit, capability=b"d" * 16))
     await pool.close()
@@ -188,12 +243,11 @@ async def test_kv_is_bound_and_committed(host: Host, transport: str) -> None:
 # --- what must be refused --------------------------------------------------------------------------------------------
 
 
-async def test_forged_handles_are_refused_and_the_next_request_works(
-    host: Host, link: ReceiverLink | InprocLink
-) -> None:
+async def test_forged_handles_are_refused_and_the_next_request_works(host: Host, link: AskingLink) -> None:
     grant = await link.request_slot(REF, 0, IDENTITY, 1, 64)
     assert isinstance(grant, SlotGrant)
-    right = checksum64(link.slot_view(grant))
+    await link.write_slot(grant, memoryview(bytes(64)))
+    right = checksum64(bytes(64))
     forged = [
         replace(grant, capability=b"0" * 16),
         replace(grant, generation=grant.generation + 1),
@@ -211,13 +265,15 @@ async def test_forged_handles_are_refused_and_the_next_request_works(
     await link.commit_embedding(REF, 0, grant, EmbeddingSource.REMOTE, right)
 
 
-async def test_a_slot_outside_the_arena_is_never_viewed(link: ReceiverLink | InprocLink) -> None:
+async def test_a_slot_outside_the_arena_is_never_written(link: AskingLink) -> None:
     for offset, num_bytes in ((ARENA_BYTES - 63, 64), (-1, 64), (0, ARENA_BYTES + 1), (2**62, 2**62)):
         with pytest.raises(TransferRefused, match="outside"):
-            link.slot_view(SlotGrant(1, offset, num_bytes, 1, b"c" * 16))
+            await link.write_slot(SlotGrant(1, offset, num_bytes, 1, b"c" * 16), memoryview(bytes(64)))
+    with pytest.raises(TransferRefused, match="size"):
+        await link.write_slot(SlotGrant(1, 0, 64, 1, b"c" * 16), memoryview(bytes(63)))
 
 
-async def test_too_large_for_the_arena_is_refused(link: ReceiverLink | InprocLink) -> None:
+async def test_too_large_for_the_arena_is_refused(link: AskingLink) -> None:
     with pytest.raises(TransferRefused, match="larger"):
         await link.request_slot(REF, 0, IDENTITY, 1, ARENA_BYTES + 1)
 
@@ -238,10 +294,10 @@ async def test_a_wrong_hello_is_refused_and_a_right_one_works(
     stub = transfer_stub(host.channels, host.info)
     wrong = ReceiverLink(sender, host.info.ref, kind, layout)
     with pytest.raises(error):
-        await wrong.connect(stub)
+        await wrong.connect(stub, NO_SOCKETS)
     assert wrong.closed.is_set()
     right = ReceiverLink(SENDER, host.info.ref, ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
-    await right.connect(stub)
+    await right.connect(stub, NO_SOCKETS)
     await send(right, REF, 0, b"works")
     await right.close()
 
@@ -249,14 +305,14 @@ async def test_a_wrong_hello_is_refused_and_a_right_one_works(
 async def test_another_epoch_at_the_address_is_a_lost_peer(host: Host) -> None:
     link = ReceiverLink(SENDER, WorkerRef("prefill-1", 99), ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
     with pytest.raises(PeerLost, match="another worker"):
-        await link.connect(transfer_stub(host.channels, host.info))
+        await link.connect(transfer_stub(host.channels, host.info), NO_SOCKETS)
 
 
 async def test_no_token_no_session(host: Host) -> None:
     link = ReceiverLink(SENDER, host.info.ref, ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
     channels = ChannelPool("another-token")
     with pytest.raises(Unauthenticated):
-        await link.connect(transfer_stub(channels, host.info))
+        await link.connect(transfer_stub(channels, host.info), NO_SOCKETS)
     await channels.close()
 
 
@@ -264,7 +320,7 @@ async def test_nobody_there_is_a_lost_peer(host: Host) -> None:
     gone = replace(host.info, worker_id="gone", grpc_address="127.0.0.1:1")
     link = ReceiverLink(SENDER, gone.ref, ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
     with pytest.raises(PeerLost):
-        await link.connect(transfer_stub(host.channels, gone))
+        await link.connect(transfer_stub(host.channels, gone), NO_SOCKETS)
 
 
 def hello() -> wire.SessionRequest:
@@ -339,7 +395,7 @@ async def test_an_oversized_frame_ends_its_session_only(host: Host, shm_link: Re
 # --- giving up -------------------------------------------------------------------------------------------------------
 
 
-async def give_up_by_cancelling(link: ReceiverLink | InprocLink) -> None:
+async def give_up_by_cancelling(link: AskingLink) -> None:
     waiting = asyncio.create_task(link.request_slot(REF, 0, IDENTITY, 1, 64))
     await asyncio.sleep(0.05)
     waiting.cancel()
@@ -347,14 +403,14 @@ async def give_up_by_cancelling(link: ReceiverLink | InprocLink) -> None:
         await waiting
 
 
-async def give_up_by_deadline(link: ReceiverLink | InprocLink) -> None:
+async def give_up_by_deadline(link: AskingLink) -> None:
     with pytest.raises(DeadlineExceeded):
         await link.request_slot(REF, 0, IDENTITY, 1, 64, timeout_s=0.05)
 
 
 @pytest.mark.parametrize("give_up", [give_up_by_cancelling, give_up_by_deadline])
 async def test_a_request_given_up_is_aborted_and_leaks_nothing(
-    host: Host, link: ReceiverLink | InprocLink, give_up: Callable[[ReceiverLink | InprocLink], Awaitable[None]]
+    host: Host, link: AskingLink, give_up: Callable[[AskingLink], Awaitable[None]]
 ) -> None:
     await fill(link)
     await give_up(link)
@@ -364,7 +420,7 @@ async def test_a_request_given_up_is_aborted_and_leaks_nothing(
     await send(link, AttemptRef("req-2"), 0, b"next")
 
 
-async def test_requests_cancelled_at_any_moment_leak_nothing(host: Host, link: ReceiverLink | InprocLink) -> None:
+async def test_requests_cancelled_at_any_moment_leak_nothing(host: Host, link: AskingLink) -> None:
     for n in range(60):
         ref = AttemptRef(f"req-{n}")
         waiting = asyncio.create_task(link.request_slot(ref, 0, IDENTITY, 1, 300))
@@ -442,7 +498,7 @@ async def test_a_cut_stream_fails_all_who_wait(host: Host, shm_link: ReceiverLin
     with pytest.raises(PeerLost):
         await shm_link.request_slot(REF, 0, IDENTITY, 1, 64)
     with pytest.raises(PeerLost):
-        shm_link.slot_view(SlotGrant(1, 0, 64, 1, b"c" * 16))
+        await shm_link.write_slot(SlotGrant(1, 0, 64, 1, b"c" * 16), memoryview(bytes(64)))
     await shm_link.abort(REF, None, "too late to matter")
     assert host.embedding.lost == [SENDER.ref]
 
@@ -458,41 +514,52 @@ async def test_closing_a_link_fails_who_waits_and_tells_the_receiver(host: Host,
     assert host.embedding.slots.free_bytes == ARENA_BYTES
 
 
-async def test_what_a_lost_sender_may_still_write_is_not_freed(host: Host, shm_link: ReceiverLink) -> None:
-    array = np.frombuffer(shm_link.slot_view(await fill(shm_link)), dtype=np.uint8)
-    await shm_link.close()
+async def bound_writer(host: Host, pool: LinkPool, seed: int) -> MappedPages:
+    """A page writer that maps the receiver's pool, over a grant of four pages."""
+    link = await pool.kv_link(host.info, KV_LAYOUT)
+    credit = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
+    host.kv.credits["grant-1"] = credit
+    writer = link.page_writer(await link.bind_kv(REF, credit), Pages(seed), EVENTS)
+    assert isinstance(writer, MappedPages)
+    return writer
+
+
+async def test_what_a_lost_sender_may_still_write_is_not_freed(host: Host, seed: int) -> None:
+    pool = host.pool()
+    writer = await bound_writer(host, pool, seed)
+    await pool.close()
     await asyncio.sleep(0.2)
-    assert host.embedding.lost == [] and host.embedding.slots.free_bytes == 0
-    array[:4] = 7  # harms nobody: the slot is still this sender's
-    del array
-    await eventually(lambda: host.embedding.lost == [SENDER.ref])
-    assert host.embedding.slots.free_bytes == ARENA_BYTES
+    assert host.kv.lost == []
+    writer.copy([1], 0)  # harms nobody: the pages are still this sender's
+    del writer
+    await eventually(lambda: host.kv.lost == [SENDER.ref])
 
 
-async def test_a_view_that_is_only_kept_is_revoked(host: Host, shm_link: ReceiverLink) -> None:
-    view = shm_link.slot_view(await fill(shm_link))
-    view[:4] = b"fine"
-    await shm_link.close()
-    with pytest.raises(ValueError, match="released"):
-        view[:4] = b"late"
-    await eventually(lambda: host.embedding.lost == [SENDER.ref])
+async def test_a_sender_of_frames_is_let_go_at_once(host: Host, seed: int) -> None:
+    """It maps nothing, so nothing is to be waited for; what it sends later finds no grant."""
+    pool = host.pool(sender_by("zmq-tcp", host))
+    link = await pool.kv_link(host.info, KV_LAYOUT)
+    credit = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
+    host.kv.credits["grant-1"] = credit
+    writer = link.page_writer(await link.bind_kv(REF, credit), Pages(seed), EVENTS)
+    await pool.close()
+    await eventually(lambda: host.kv.lost == [SENDER.ref])
+    assert writer.copy([1], 0) == PAGES.page_bytes
+    await asyncio.sleep(0.05)
+    assert not np.frombuffer(host.kv.arena.buffer, dtype=np.uint8).any()
 
 
-async def test_a_new_session_waits_for_the_farewell_of_the_former(host: Host, shm_link: ReceiverLink) -> None:
-    await fill(shm_link)
-    view = shm_link.arena_buffer
-    again = ReceiverLink(SENDER, host.info.ref, ArenaKind.EMBEDDING, EMBEDDING_LAYOUT)
-    connecting = asyncio.create_task(again.connect(transfer_stub(host.channels, host.info)))
-    await asyncio.wait_for(shm_link.closed.wait(), 5)
-    await asyncio.sleep(0.1)
+async def test_a_new_session_waits_for_the_farewell_of_the_former(host: Host, seed: int) -> None:
+    pool, second = host.pool(), host.pool()
+    writer = await bound_writer(host, pool, seed)
+    connecting = asyncio.create_task(second.kv_link(host.info, KV_LAYOUT))
+    await asyncio.sleep(0.2)
     assert not connecting.done()
-    view.release()
-    del view
-    await connecting
-    assert host.embedding.lost == [SENDER.ref]
-    await send(again, REF, 0, b"x" * ARENA_BYTES)
-    assert host.embedding.lost == [SENDER.ref]
-    await again.close()
+    del writer
+    again = await connecting
+    assert host.kv.lost == [SENDER.ref]
+    assert not again.closed.is_set()
+    await asyncio.gather(pool.close(), second.close())
 
 
 SENDER_PROCESS = """
@@ -501,17 +568,17 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.transport.layout import host_id
-from triptych.transport.link import ReceiverLink
+from triptych.transport.receiver_link import ReceiverLink
 from triptych.transport.types import ArenaKind, Endpoint
+from triptych.transport.ways import DataSockets, Ways
 
-async def main(address, token, layout):
+async def main(address, token, layout, transport):
     worker = WorkerInfo("prefill-1", 21, frozenset({Role.PREFILL}), WorkerState.READY, address)
-    me = Endpoint(WorkerRef("child", 5), host_id(), ("shm",))
+    me = Endpoint(WorkerRef("child", 5), host_id(), (transport,))
     link = ReceiverLink(me, worker.ref, ArenaKind.EMBEDDING, bytes.fromhex(layout))
-    await link.connect(transfer_stub(ChannelPool(token), worker))
+    await link.connect(transfer_stub(ChannelPool(token), worker), Ways(DataSockets(), "127.0.0.1"))
     grant = await link.request_slot(AttemptRef("req-child"), 0, b"i" * 32, 1, 1024)
-    view = link.slot_view(grant)
-    view[:] = b"y" * 1024
+    await link.write_slot(grant, memoryview(b"y" * 1024))
     print("written", flush=True)
     await asyncio.sleep(60)
 
@@ -519,12 +586,14 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_killed_sender_frees_what_it_held(host: Host) -> None:
-    args = [host.info.grpc_address, TOKEN, EMBEDDING_LAYOUT.hex()]
+@pytest.mark.parametrize("transport", ["shm", "zmq-ipc", "zmq-tcp"])
+async def test_a_killed_sender_frees_what_it_held(host: Host, transport: str) -> None:
+    args = [host.info.grpc_address, TOKEN, EMBEDDING_LAYOUT.hex(), transport]
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDER_PROCESS, *args, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert await asyncio.wait_for(child.stdout.readline(), 30) == b"written\n"
-    assert bytes(host.embedding.arena.buffer[:4]) == b"yyyy" and host.embedding.slots.free_bytes == 0
+    await eventually(lambda: bytes(host.embedding.arena.buffer) == b"y" * ARENA_BYTES)
+    assert host.embedding.slots.free_bytes == 0
     child.kill()
     await child.wait()
     await eventually(lambda: host.embedding.lost == [WorkerRef("child", 5)])

@@ -85,6 +85,7 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
             "--port": str(port if port_free(LOOPBACK, port) else 0),
             "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
             "--threads": str(threads),
+            "--transport": settings.transport,
         }
         if kind.service == "prefill":
             flags["--also"] = ",".join(kind.also)  # even if empty: the topology decides, not the file

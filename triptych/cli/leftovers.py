@@ -35,6 +35,7 @@ def take_over(folder: RuntimeFolder, registry: StaticRegistry) -> tuple[FileLock
         lock.release()
         raise
     swept = [f"worker {worker_id}" for worker_id in registry.sweep()]
+    swept += _remove_sockets(folder)
     shutil.rmtree(folder.path / LOGS, ignore_errors=True)
     return lock, swept + [f"segment {name}" for name in sweep_dead_segments()]
 
@@ -51,14 +52,24 @@ def clear(folder: RuntimeFolder, registry: StaticRegistry, lock: FileLock) -> No
     sweep_dead_segments()
     shutil.rmtree(folder.path / LOGS, ignore_errors=True)
     if not registry.refresh():
+        _remove_sockets(folder)
         (folder.path / "token").unlink(missing_ok=True)
     lock.release()
-    _remove_if_empty(folder.workers_path)
+    for path in (folder.workers_path, folder.sockets_path):
+        _remove_if_empty(path)
 
 
 def remove(folder: RuntimeFolder) -> None:
     """Removes the folder that was made for a cluster, if nothing else is in it."""
     _remove_if_empty(folder.path)
+
+
+def _remove_sockets(folder: RuntimeFolder) -> list[str]:
+    """While no worker lives in the folder."""
+    paths = sorted(folder.sockets_path.glob("*.sock"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return [f"socket {path.name}" for path in paths]
 
 
 def log_folder(folder: RuntimeFolder, wanted: Path | None) -> Path:

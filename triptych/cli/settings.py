@@ -7,6 +7,7 @@ from pathlib import Path
 
 from triptych.core.errors import StartupError
 from triptych.core.topology import COUNTS, TOPOLOGIES, check_counts
+from triptych.transport.names import TRANSPORT_CHOICES
 
 DEFAULT_PORT = 8000
 
@@ -19,6 +20,13 @@ class UpSettings:
     topology: str = field(
         default="e-p-d",
         metadata={"help": f"which stages share a process: {', '.join(TOPOLOGIES)}, or several joined by +"},
+    )
+    transport: str = field(
+        default="auto",
+        metadata={
+            "choices": tuple(TRANSPORT_CHOICES),
+            "help": "how bytes move between the workers; auto: the best that works",
+        },
     )
     encoders: int = field(default=1, metadata={"min": 1, "max": 64, "help": "encoder processes"})
     prefills: int = field(

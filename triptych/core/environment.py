@@ -17,7 +17,17 @@ TABLES = frozenset({"router", "encoder", "prefill", "decode", "mono", "up"})
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "TRIPTYCH_FAILPOINTS", "TRIPTYCH_PARITY", "TRIPTYCH_TEST_SEED"})
 
 _EVERYWHERE = {"host", "log_format", "log_level", "model", "port", "runtime_dir", "strict"}
-_UP = {"topology", "encoders", "prefills", "decodes", "monos", "log_dir", "ready_file", "startup_timeout"}
+_UP = {
+    "topology",
+    "transport",
+    "encoders",
+    "prefills",
+    "decodes",
+    "monos",
+    "log_dir",
+    "ready_file",
+    "startup_timeout",
+}
 _ROUTER = {
     "allow_url_fetch",
     "max_body_bytes",
@@ -27,7 +37,17 @@ _ROUTER = {
     "max_queue",
     "request_timeout_s",
 }
-_WORKERS = {"also", "worker_id", "metrics_port", "insecure_network", "device", "dtype", "threads"}
+_WORKERS = {
+    "also",
+    "worker_id",
+    "metrics_port",
+    "transport",
+    "data_port",
+    "insecure_network",
+    "device",
+    "dtype",
+    "threads",
+}
 _VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}
 _LANGUAGE = {
     "chunk_tokens",

@@ -32,7 +32,12 @@ class SequenceSink(Protocol):
 
 
 class Handoff(Protocol):
-    """Where a prompt's KV goes: a decode worker's pool, mapped here."""
+    """Where a prompt's KV goes: a decode worker's pool. Never blocks."""
+
+    @property
+    def is_congested(self) -> bool:
+        """So much is on its way there that no more should be computed for this sequence now."""
+        ...
 
     def copy(self, pages: SequenceOf[int], first: int) -> int:
         """Copies local `pages` to the grant's pages from its `first` on; returns the bytes moved."""
@@ -86,8 +91,9 @@ class Sequence:
 
     @property
     def num_ready(self) -> int:
-        """Prompt tokens computable now: up to the first embedding that is missing, none before the pages are bound."""
-        if self.phase is Phase.DECODING or (self.needs_handoff and self.handoff is None):
+        """Prompt tokens computable now: up to the first embedding that is missing, none before the pages are bound or
+        while the way to them is congested."""
+        if self.phase is Phase.DECODING or (self.needs_handoff and (self.handoff is None or self.handoff.is_congested)):
             return self.num_computed
         for pending in self.items:
             if pending.rows is None and pending.item.end > self.num_computed:

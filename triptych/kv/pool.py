@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from triptych.kv.pages import PageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,11 @@ class PoolShape:
 
     def pool_bytes(self, dtype: torch.dtype) -> int:
         return self.num_pages * self.page_bytes(dtype)
+
+    def layout(self, dtype: torch.dtype) -> PageLayout:
+        """The same pool as bytes."""
+        num_planes = self.num_layers * 2
+        return PageLayout(num_planes, self.page_bytes(dtype) // num_planes)
 
     def with_pages(self, num_pages: int) -> PoolShape:
         return PoolShape(self.num_layers, num_pages, self.page_tokens, self.num_kv_heads, self.head_dim)
@@ -55,3 +64,23 @@ def copy_pages(
     gathered = source[:, :, torch.tensor(source_pages, device=source.device)]
     target[:, :, torch.tensor(target_pages, device=target.device)] = gathered.to(target.device)
     return gathered.numel() * gathered.element_size()
+
+
+class PoolPages:
+    """Implements `PageSource`: the pages of a pool on any device, gathered as bytes of the host.
+
+    Args:
+        pool: contiguous, (layers, 2, pages, page_tokens, kv_heads, head_dim).
+    """
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        layers, kinds, pages = pool.shape[:3]
+        self._planes = pool.view(layers * kinds, pages, -1)
+        self.layout = PageLayout(layers * kinds, self._planes.shape[2] * pool.element_size())
+
+    def gather(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """A copy of those pages, (pages, planes, cell bytes), contiguous: one gather on the pool's device."""
+        index = torch.tensor(pages, device=self._planes.device)
+        cells = self._planes.transpose(0, 1)[index].contiguous().cpu()
+        array: npt.NDArray[np.uint8] = cells.view(torch.uint8).numpy()
+        return array

@@ -107,6 +107,9 @@ EMBEDDING_TRANSFER_BYTES = Counter(
     "triptych_embedding_transfer_bytes_total", "Bytes of embeddings written to a landing arena", ("transport",)
 )
 KV_TRANSFER_BYTES = Counter("triptych_kv_transfer_bytes_total", "Bytes of KV written to a decode pool", ("transport",))
+DATA_FRAMES_DROPPED = Counter(
+    "triptych_data_frames_dropped_total", "Data frames that were not taken, by what was wrong", ("reason",)
+)
 FALLBACKS = Counter("triptych_fallbacks_total", "Times that a second-best way was taken", ("reason",))
 MODEL_PARAMETERS = Gauge("triptych_model_parameters", "Parameters loaded", ("part",))
 ERRORS = Counter("triptych_errors_total", "Errors raised inside a stage", ("stage", "code"))

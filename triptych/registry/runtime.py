@@ -4,6 +4,7 @@ cluster.lock           held by the launcher while its cluster lives
 token                  the cluster token, which calls between workers carry
 workers/<id>.json      a worker's record
 workers/<id>.lock      held by that worker while it lives
+sockets/<id>.*.sock    where that worker takes data frames (transport zmq-ipc)
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ class RuntimeFolder:
         """Creates the folder where there is none. Raises StartupError when it cannot be trusted or made."""
         self.path = (path or default_runtime_path()).absolute()
         self.workers_path = self.path / "workers"
+        self.sockets_path = self.path / "sockets"
         self.lock_path = self.path / "cluster.lock"
         _make_private(self.path)
         _make_private(self.workers_path)
+
+    def make_sockets_path(self) -> Path:
+        """The folder for sockets, there when this returns. Raises StartupError when it cannot be trusted or made."""
+        _make_private(self.sockets_path)
+        return self.sockets_path
 
     def token(self) -> str:
         """The cluster token, 64 hexadecimal digits; the first caller mints it. Raises StartupError if it is exposed."""

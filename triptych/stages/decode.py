@@ -148,6 +148,9 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
             raise StaleAttempt("this grant has ended")
         if num_tokens != answer.plan.num_prompt_tokens or first_token.index != 0:
             raise TransferRefused("the commit does not cover the prompt")
+        pages = self.arena.pages
+        if pages is not None and num_bytes != self._parts.engine.manager.pages_for(num_tokens) * pages.page_bytes:
+            raise TransferRefused("the commit has another size than the prompt's pages")
         if first_token.id >= self._parts.adapter.vocab_size:
             raise TransferRefused("the first token is not in the vocabulary")
         answer.timeline.add("kv_wait", answer.opened_ns, num_bytes=num_bytes, num_tokens=num_tokens)

@@ -175,9 +175,8 @@ class _EncodeRun:
         data = rows.view(torch.uint8).numpy().data.cast("B")
         if len(data) != slot.num_bytes:
             raise MediaMismatch("the picture's embedding has another length than the prompt")
-        view = link.slot_view(slot)
-        view[:] = data
         with needs_receiver():
+            await link.write_slot(slot, data)
             await link.commit_embedding(self._ref, index, slot, source, checksum64(data))
         self._timeline.add("write", start_ns, num_bytes=len(data), source=source, item_index=index)
 

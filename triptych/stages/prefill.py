@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import grpc
-import torch
 
 from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, DeadlineExceeded, TransferRefused
@@ -18,7 +17,6 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
-from triptych.kv.pool import PoolShape, copy_pages, view_pool
 from triptych.model.adapters.base import Adapter
 from triptych.rpc import convert
 from triptych.rpc.errors import AbortOnError
@@ -28,8 +26,9 @@ from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.links import needs_receiver
 from triptych.stages.sequences import check_plan, new_sequence
 from triptych.stages.tasks import Background, on_engine
-from triptych.transport.layout import num_pages_in
+from triptych.transport.carrier import WriterEvents
 from triptych.transport.link import KvLink
+from triptych.transport.pages import PageSource
 from triptych.wire.v1 import prefill_pb2 as pb
 from triptych.wire.v1 import prefill_pb2_grpc
 
@@ -55,26 +54,13 @@ class KvLinks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolHandoff:
-    """Copies pages into a decode worker's mapped pool. `target_pages` are the grant's, in sequence order."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    target_pages: tuple[int, ...]
-
-    def copy(self, pages: Sequence[int], first: int) -> int:
-        return copy_pages(self.source, pages, self.target, self.target_pages[first : first + len(pages)])
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillParts:
     """What every call needs."""
 
     engine: LanguageEngine
     adapter: Adapter
     worker: WorkerRef
-    pool: torch.Tensor
-    shape: PoolShape
+    pages: PageSource
     landing: EmbeddingLanding
     links: KvLinks
     clock: Clock
@@ -172,19 +158,20 @@ class _PrefillRun:
         parts.engine.post(partial(parts.engine.submit, sequence))
 
     async def _bind(self) -> None:
-        """Turns the credit into pages and gives the engine a view of the decode worker's pool."""
+        """Turns the credit into pages and gives the engine a way to write them."""
         parts = self._parts
         with self._timeline.span("bind"), needs_receiver():
             self._link = await parts.links.kv(WorkerRef(self._grant.worker_id, self._grant.epoch))
             self._grant = await self._link.bind_kv(self._ref, self._grant)
-        buffer = self._link.arena_buffer
-        num_pages = num_pages_in(len(buffer), parts.shape.page_bytes(parts.pool.dtype))
-        target = view_pool(buffer, parts.shape.with_pages(num_pages), parts.pool.dtype)
-        pages = tuple(page for group in self._grant.groups for page in group.pages)
-        if len(pages) < parts.engine.manager.pages_for(self._plan.num_prompt_tokens) or max(pages) >= num_pages:
-            raise TransferRefused("the decode worker named too few pages, or pages that it does not have")
-        handoff = PoolHandoff(parts.pool, target, pages)
-        parts.engine.post(partial(parts.engine.bound, self._ref, handoff))
+        num_pages = sum(len(group.pages) for group in self._grant.groups)
+        if num_pages < parts.engine.manager.pages_for(self._plan.num_prompt_tokens):
+            raise TransferRefused("the decode worker named too few pages")
+        events = WriterEvents(
+            failed=lambda error: _posted(parts.engine, partial(parts.engine.abort, self._ref, error)),
+            relieved=lambda: _posted(parts.engine, _wake_up),
+        )
+        writer = self._link.page_writer(self._grant, parts.pages, events)
+        parts.engine.post(partial(parts.engine.bound, self._ref, writer))
 
     async def _commit(self, num_bytes: int) -> None:
         assert self._link is not None and self._first_token is not None
@@ -215,3 +202,12 @@ class _PrefillRun:
                 await self._link.abort(self._ref, self._grant.grant_id, "prefill will not write this grant")
         elif self._first_token is None:
             await on_engine(engine.call(partial(engine.abort, self._ref, Aborted("the call ended"))))
+
+
+def _posted(engine: LanguageEngine, action: Callable[[], None]) -> None:
+    """An engine that has stopped needs to hear nothing."""
+    engine.post(action)
+
+
+def _wake_up() -> None:
+    """A turn of the engine looks again at what can be computed."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triptych.transport.names import TRANSPORT_CHOICES
+
 # More than any machine has, and less than what overflows on the way to the system.
 _MAX_BYTES = 1 << 50
 
@@ -21,6 +23,18 @@ class WorkerSettings:
     port: int = field(default=0, metadata={"help": "gRPC port; 0 takes a free one", "min": 0, "max": 65535})
     metrics_port: int = field(default=0, metadata={"help": "metrics port; 0 takes a free one", "min": 0, "max": 65535})
     insecure_network: bool = field(default=False, metadata={"help": "allow listening beyond loopback without TLS"})
+    transport: str = field(
+        default="auto",
+        metadata={
+            "help": "how bytes move between workers: the best that both can do, or this one (zmq: by the host's socket"
+            " or by TCP, whichever fits)",
+            "choices": tuple(TRANSPORT_CHOICES),
+        },
+    )
+    data_port: int = field(
+        default=0, metadata={"help": "port for data frames (zmq); 0 takes a free one", "min": 0, "max": 65535}
+    )
+    strict: bool = field(default=False, metadata={"help": "a second-best way is an error instead of a fallback"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N or auto"})
     dtype: str = field(default="auto", metadata={"help": "auto: float32 on CPU, bfloat16 on GPU", "choices": DTYPES})
     threads: int = field(

@@ -23,7 +23,7 @@ from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.engine.encoder import EncodeEngine
 from triptych.engine.loop import LanguageEngine, LogitsObserver
 from triptych.kv.grants import GrantTable
-from triptych.kv.pool import PoolShape, copy_pages, view_pool
+from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
 from triptych.obs import metrics
@@ -31,6 +31,7 @@ from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer, add_describe
+from triptych.stages.data_port import open_data_port
 from triptych.stages.decode import DecodeParts, DecodeStage
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.stages.encoder import EncoderStage
@@ -51,7 +52,6 @@ from triptych.wire.v1 import decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-TRANSPORTS = ("inproc", "shm")
 # Together well under the time that a launcher or an orchestrator waits before it kills.
 STOP_GRACE_S = 3.0
 BACKGROUND_GRACE_S = 1.5
@@ -160,8 +160,11 @@ class Worker:
 
     async def _build(self, adapter: Adapter, compute: ComputeChoice, channels: ChannelPool) -> None:
         receivers = Receivers()
-        endpoint = Endpoint(self.ref, host_id(), TRANSPORTS)
-        pool = self.link_pool = LinkPool(endpoint, partial(transfer_stub, channels), receivers)
+        self._transports, data_port = await open_data_port(self._plan.common, self._plan.roles, self._exit)
+        endpoint = Endpoint(self.ref, host_id(), self._transports)
+        pool = self.link_pool = LinkPool(
+            endpoint, partial(transfer_stub, channels), receivers, strict=self._plan.common.strict
+        )
         language = self._plan.language
         page_tokens = language.page_tokens if language is not None else 0
         kv = adapter.kv_shape
@@ -181,7 +184,7 @@ class Worker:
         if self._plan.vision is not None:
             await self._build_vision(adapter, compute, self._plan.vision, links)
         self._exit.push_async_callback(pool.close)
-        self._transfer = TransferServicer(endpoint, receivers)
+        self._transfer = TransferServicer(endpoint, receivers, data_port)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
 
     async def _build_vision(
@@ -221,7 +224,7 @@ class Worker:
             receivers.embedding = landing
             local = self.decode_stage
             parts = PrefillParts(
-                engine, adapter, self.ref, tensor, self._shape, landing, links, self._clock, self._background, local
+                engine, adapter, self.ref, PoolPages(tensor), landing, links, self._clock, self._background, local
             )
             self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, PrefillStage(parts))
 
@@ -254,7 +257,7 @@ class Worker:
         if not self._plan.lands_kv_of_others:
             return _new_pool(shape, compute), None
         segment = self._segment(shape.pool_bytes(compute.dtype), "kv")
-        arena = Arena.shared(ArenaKind.KV, layout, segment)
+        arena = Arena.shared(ArenaKind.KV, layout, segment, shape.layout(compute.dtype))
         if compute.device.type == "cpu":
             return view_pool(segment.buffer, shape, compute.dtype), arena
         return _new_pool(shape, compute), arena
@@ -295,7 +298,7 @@ class Worker:
             model_name=adapter.model_name,
             model_fingerprint=adapter.fingerprint,
             host_id=host_id(),
-            transports=TRANSPORTS,
+            transports=self._transports,
             pid=os.getpid(),
             num_pages=self._shape.num_pages if language is not None else 0,
             page_tokens=language.page_tokens if language is not None else 0,

@@ -105,11 +105,13 @@ class InProcessCluster:
         num_decodes: int = 1,
         num_encoders: int = 1,
         num_monos: int = 1,
+        transport: str | None = None,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
         self._kinds = kinds_of(topology)
         self._dtype = dtype
+        self._transport = transport or "auto"
         self._language = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
@@ -227,6 +229,7 @@ class InProcessCluster:
             runtime_dir=self._runtime.path,
             dtype=self._dtype,
             device="cpu",
+            transport=self._transport,
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from triptych.engine.loop import LanguageEngine
 from triptych.obs import metrics
 from triptych.stages.worker import Worker
-from triptych.transport.link import ReceiverLink
+from triptych.transport.inproc import InprocLink
 from triptych.transport.link_pool import LinkPool
 
 PATIENCE_S = 10.0
@@ -89,7 +89,7 @@ def _unanswered(pool: LinkPool) -> Iterator[object]:
             yield "a link that is being made"
         elif not connecting.cancelled() and connecting.exception() is None:
             link = connecting.result()
-            yield from link._session._outstanding.values() if isinstance(link, ReceiverLink) else link._aborts
+            yield from link._aborts if isinstance(link, InprocLink) else link._session._outstanding.values()
 
 
 def _raised_gauges() -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from triptych.core.errors import InvalidRequest, TriptychError
 from triptych.core.plan import IDENTITY_BYTES
 from triptych.rpc import check, convert
 from triptych.rpc.errors import detail_from_error, error_from_detail
+from triptych.transport.data_frame import SESSION_KEY_BYTES
 from triptych.transport.layout import FINGERPRINT_BYTES
 from triptych.transport.types import (
     AbortAsked,
@@ -18,6 +19,7 @@ from triptych.transport.types import (
     Asked,
     BindAsked,
     Bound,
+    DataAddress,
     EmbeddingCommitted,
     Endpoint,
     HaveIt,
@@ -31,6 +33,8 @@ from triptych.wire.v1 import transfer_pb2 as wire
 PROTOCOL_VERSION: Final = 1
 MAX_REASON_CHARS: Final = 256
 MAX_MAPPING_ID: Final = 2**62
+# What sockaddr_un holds, less the closing zero.
+MAX_SOCKET_PATH_BYTES: Final = 107
 _INT63: Final = 2**63 - 1
 _INT64: Final = 2**64 - 1
 
@@ -52,12 +56,13 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Domain form of HelloAck. `segment_name` is empty unless the transport is `shm`."""
+    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`; they are empty for others."""
 
     transport: str
     segment_name: str = ""
     segment_bytes: int = 0
     mapping_id: int = 0
+    data: DataAddress = field(default_factory=DataAddress)
 
 
 # --- hello -----------------------------------------------------------------------------------------------------------
@@ -98,6 +103,9 @@ def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wir
         segment_name=welcome.segment_name,
         segment_bytes=welcome.segment_bytes,
         mapping_id=welcome.mapping_id,
+        socket_path=welcome.data.socket_path,
+        data_port=welcome.data.port,
+        session_key=welcome.data.session_key,
     )
     return wire.SessionResponse(sequence=sequence, hello_ack=ack)
 
@@ -108,7 +116,17 @@ def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
         check.text("segment_name", ack.segment_name, 64),
         check.integer("segment_bytes", ack.segment_bytes, 0, _INT63),
         check.integer("mapping_id", ack.mapping_id, 0, MAX_MAPPING_ID),
+        _data_address(ack),
     )
+
+
+def _data_address(ack: wire.HelloAck) -> DataAddress:
+    if ack.session_key:
+        check.exact_bytes("session_key", ack.session_key, SESSION_KEY_BYTES)
+    path = check.text("socket_path", ack.socket_path, MAX_SOCKET_PATH_BYTES)
+    if path and not path.startswith("/"):
+        raise InvalidRequest("socket_path must be an absolute path", param="socket_path")
+    return DataAddress(path, check.integer("data_port", ack.data_port, 0, 65535), ack.session_key)
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -156,6 +174,7 @@ def _commit_to_proto(ref: pb.AttemptRef, asked: EmbeddingCommitted | KvCommitted
             num_bytes=asked.num_bytes,
             first_token=convert.token_to_proto(asked.first_token),
             position_delta=asked.position_delta,
+            checksum=asked.checksum,
         )
     )
     return commit
@@ -222,6 +241,7 @@ def _commit_from_proto(commit: wire.Commit) -> EmbeddingCommitted | KvCommitted:
                 check.integer("num_bytes", kv.num_bytes, 1, _INT63),
                 convert.token_from_proto(kv.first_token),
                 check.integer("position_delta", kv.position_delta, -2 * convert.MAX_TOKENS, 2 * convert.MAX_TOKENS),
+                kv.checksum if kv.HasField("checksum") else None,
             )
     raise InvalidRequest("a commit must name an embedding or a grant")
 

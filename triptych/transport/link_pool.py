@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-from triptych.core.errors import DeadlineExceeded, PeerLost
+from triptych.core.errors import DeadlineExceeded, PeerLost, TransferRefused
 from triptych.core.ids import WorkerRef
 from triptych.core.worker import WorkerInfo
+from triptych.obs import metrics
 from triptych.rpc.client import TransferStub
 from triptych.transport.inproc import InprocLink
-from triptych.transport.link import CONNECT_TIMEOUT_S, EmbeddingLink, KvLink, ReceiverLink
+from triptych.transport.link import EmbeddingLink, KvLink
+from triptych.transport.names import INPROC
 from triptych.transport.receiver import Receivers
-from triptych.transport.session import INPROC, choose_transport
+from triptych.transport.receiver_link import CONNECT_TIMEOUT_S, ReceiverLink
+from triptych.transport.session import choose_transport
 from triptych.transport.types import ArenaKind, Endpoint
+from triptych.transport.ways import DataSockets, WayBlocked, Ways, host_of
+
+_log = logging.getLogger(__name__)
 
 AnyLink = ReceiverLink | InprocLink
 Key = tuple[WorkerRef, ArenaKind]
@@ -26,12 +34,20 @@ class LinkPool:
         me: this process.
         stub_of: `functools.partial(transfer_stub, channels)`; dials a worker from the registry.
         receivers: what this process can land itself, for receivers that turn out to be this process.
+        strict: a second-best transport is an error.
     """
 
     def __init__(
-        self, me: Endpoint, stub_of: Callable[[WorkerInfo], TransferStub], receivers: Receivers | None = None
+        self,
+        me: Endpoint,
+        stub_of: Callable[[WorkerInfo], TransferStub],
+        receivers: Receivers | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
         self._me = me
+        self._strict = strict
+        self._sockets = DataSockets()
         self._stub_of = stub_of
         self._receivers = receivers or Receivers()
         self._links: dict[Key, asyncio.Task[AnyLink]] = {}
@@ -54,6 +70,7 @@ class LinkPool:
         for key in list(self._links):
             self._drop(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
+        self._sockets.close()
 
     async def _get(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes, timeout_s: float) -> AnyLink:
         key = (receiver.ref, kind)
@@ -68,9 +85,27 @@ class LinkPool:
     async def _connect(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes) -> AnyLink:
         if choose_transport(self._me, Endpoint.of(receiver)) == INPROC:
             return InprocLink(self._me.ref, self._receivers, kind, layout)
-        link = ReceiverLink(self._me, receiver.ref, kind, layout)
-        await link.connect(self._stub_of(receiver))
-        return link
+        offered = tuple(transport for transport in self._me.transports if transport != INPROC)
+        while True:
+            link = ReceiverLink(replace(self._me, transports=offered), receiver.ref, kind, layout)
+            try:
+                await link.connect(self._stub_of(receiver), Ways(self._sockets, host_of(receiver.grpc_address)))
+                return link
+            except WayBlocked as blocked:
+                offered = self._without(offered, blocked, receiver)
+
+    def _without(self, offered: tuple[str, ...], blocked: WayBlocked, receiver: WorkerInfo) -> tuple[str, ...]:
+        """What is left to try. Raises TransferRefused when that is nothing, or must be nothing."""
+        left = tuple(transport for transport in offered if transport != blocked.transport)
+        is_left = any(transport in receiver.transports for transport in left)
+        if self._strict or not is_left:
+            raise TransferRefused(f"{blocked.transport} to another worker does not work: {blocked.error.message}")
+        metrics.FALLBACKS.labels(f"transport_{blocked.transport.replace('-', '_')}").inc()
+        _log.warning(
+            "a transport does not work, the next best is tried",
+            extra={"transport": blocked.transport, "worker": receiver.worker_id, "reason": blocked.error.message},
+        )
+        return left
 
     def _forget_failed(self, key: Key, task: asyncio.Task[AnyLink]) -> None:
         if _has_failed(task) and self._links.get(key) is task:

@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -22,21 +23,33 @@ import grpc
 from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError
+from triptych.transport.dispatch import carry_out, peer_lost
+from triptych.transport.landings import LandingSession, pages_landing, slot_landing
+from triptych.transport.names import ZMQ_IPC, ZMQ_TCP
 from triptych.transport.receiver import Receivers
-from triptych.transport.session import MAX_OUTSTANDING, ArenaOffer, Greeted, ReceiverSession, State, Work
+from triptych.transport.session import (
+    MAX_OUTSTANDING,
+    NO_DATA,
+    ArenaOffer,
+    Greeted,
+    ReceiverSession,
+    State,
+    Work,
+)
 from triptych.transport.types import (
     AbortAsked,
-    Acknowledged,
     Answer,
     ArenaKind,
-    Asked,
     BindAsked,
     Bound,
+    DataAddress,
     EmbeddingCommitted,
     Endpoint,
     KvCommitted,
     SlotAsked,
+    SlotGrant,
 )
+from triptych.transport.zmq_port import DataPort
 from triptych.wire.v1 import transfer_pb2 as wire
 from triptych.wire.v1 import transfer_pb2_grpc
 
@@ -60,11 +73,13 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     Args:
         me: this process, as the registry shows it; `inproc` senders never come here.
         receivers: what can be landed here.
+        data_port: where data frames come in; without it `me` must not offer `zmq-*`.
     """
 
-    def __init__(self, me: Endpoint, receivers: Receivers) -> None:
+    def __init__(self, me: Endpoint, receivers: Receivers, data_port: DataPort | None = None) -> None:
         self._me = me
         self._receivers = receivers
+        self._data_port = data_port
         self._talks: dict[PeerKey, Conversation] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._readers: set[asyncio.Task[None]] = set()
@@ -72,7 +87,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     async def Session(  # noqa: N802 - the name in the proto
         self, request_iterator: AsyncIterator[wire.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        talk = Conversation(self._me, self._receivers, context.write)
+        talk = Conversation(self._me, self._receivers, self._data_port, context.write)
         life = self._spawn(talk.live())
         reader = asyncio.create_task(self._read(talk, life, request_iterator), name="transfer-read")
         talk.hang_up = reader.cancel
@@ -159,9 +174,15 @@ class Conversation:
     """One sender's session: its frames, the tasks that work on them, and the farewell to its receiver."""
 
     def __init__(
-        self, me: Endpoint, receivers: Receivers, write: Callable[[wire.SessionResponse], Awaitable[None]]
+        self,
+        me: Endpoint,
+        receivers: Receivers,
+        data_port: DataPort | None,
+        write: Callable[[wire.SessionResponse], Awaitable[None]],
     ) -> None:
         self._receivers = receivers
+        self._data_port = data_port
+        self._landings: LandingSession | None = None
         self._session = ReceiverSession(me, self._offer)
         self._write_frame = write
         self._mapping_id = next(_mapping_ids)
@@ -198,7 +219,8 @@ class Conversation:
 
     def welcome(self, greeted: Greeted) -> None:
         self._welcomed = True
-        self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id))
+        data = self._open_landings() if greeted.transport in (ZMQ_IPC, ZMQ_TCP) else NO_DATA
+        self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id, data))
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> None:
         self._outgoing.put_nowait(self._session.refuse(greeted, error))
@@ -220,6 +242,7 @@ class Conversation:
             await self._wait_until_unmapped()
         finally:
             self.written.set()
+            self._close_landings()
             await self._say_farewell()
             self.settled.set()
 
@@ -228,13 +251,15 @@ class Conversation:
             asked = work.asked
             # What was asked for the ref before its abort, and still waits for room.
             cancelled = self._cancel_waits(asked.ref) if isinstance(asked, AbortAsked) else []
-            task = tasks.create_task(self._answer(asked, cancelled), name="transfer-work")
+            task = tasks.create_task(self._answer(work, cancelled), name="transfer-work")
             if isinstance(asked, SlotAsked | BindAsked):
                 self._waits[asked.ref].add(task)
             # Not in the task itself: one that is cancelled before its first step never runs, and still needs an answer.
             task.add_done_callback(partial(self._finish, work))
         for ref in list(self._waits):
             self._cancel_waits(ref)
+        if self._landings is not None:
+            self._close_landings()  # commits that wait for frames are refused now, and later frames find nothing
 
     def _cancel_waits(self, ref: AttemptRef) -> list[Waiting]:
         tasks = list(self._waits.get(ref, ()))
@@ -251,64 +276,46 @@ class Conversation:
         answer = Aborted("given up by the sender") if task.cancelled() else task.result()
         self._outgoing.put_nowait(self._session.answer(work.sequence, answer))
 
-    async def _answer(self, asked: Asked, after: list[Waiting]) -> Answer | TriptychError:
+    async def _answer(self, work: Work, after: list[Waiting]) -> Answer | TriptychError:
         try:
             if after:
                 await asyncio.wait(after)
-            return await self._carry_out(asked)
+            return await self._carry_out(work)
         except TriptychError as error:
             return error
         except Exception:
             _log.exception("a receiver failed with an error that is no TriptychError")
             return TriptychError(INTERNAL_MESSAGE)
 
-    async def _carry_out(self, asked: Asked) -> Answer:
-        embedding, kv = self._receivers.embedding, self._receivers.kv
-        peer = self._peer()
+    async def _carry_out(self, work: Work) -> Answer:
+        """With data frames the grant is expected before its answer leaves, and ends before the receiver hears that it
+        does: see `landings.py`."""
+        asked, landings = work.asked, self._landings
+        if landings is None:
+            return await carry_out(self._receivers, self._kind(), self._peer(), asked)
         match asked:
-            case SlotAsked() if embedding is not None:
-                return await embedding.request_slot(
-                    peer, asked.ref, asked.item_index, asked.identity, asked.num_tokens, asked.num_bytes
-                )
-            case EmbeddingCommitted() if embedding is not None:
-                await embedding.commit_embedding(
-                    peer,
-                    asked.ref,
-                    asked.item_index,
-                    asked.slot_id,
-                    asked.generation,
-                    asked.capability,
-                    asked.num_bytes,
-                    asked.checksum,
-                    asked.source,
-                )
-            case BindAsked() if kv is not None:
-                grant = await kv.bind(peer, asked.ref, asked.grant_id, asked.capability)
-                return Bound(grant.generation, grant.groups)
-            case KvCommitted() if kv is not None:
-                await kv.commit_kv(
-                    peer,
-                    asked.ref,
-                    asked.grant_id,
-                    asked.generation,
-                    asked.capability,
-                    asked.num_tokens,
-                    asked.num_bytes,
-                    asked.first_token,
-                    asked.position_delta,
-                )
+            case EmbeddingCommitted():
+                await landings.complete((asked.ref, asked.item_index), asked.num_bytes, None)
+            case KvCommitted():
+                await landings.complete((asked.ref, asked.grant_id), asked.num_bytes, _shown(asked.checksum))
             case AbortAsked():
-                await self._abort(peer, asked)
-            case _:
-                raise TransferRefused("this worker has no arena of that kind")
-        return Acknowledged()
+                landings.forget(asked.ref, asked.grant_id)
+        answer = await carry_out(self._receivers, self._kind(), self._peer(), asked)
+        self._expect(landings, work, answer)
+        return answer
 
-    async def _abort(self, peer: WorkerRef, asked: AbortAsked) -> None:
-        embedding, kv = self._receivers.embedding, self._receivers.kv
-        if self._kind() is ArenaKind.KV and kv is not None:
-            await kv.abort(peer, asked.ref, asked.grant_id, asked.reason)
-        elif embedding is not None:
-            await embedding.abort(peer, asked.ref, asked.reason)
+    def _expect(self, landings: LandingSession, work: Work, answer: Answer) -> None:
+        arena = self._receivers.arena(self._kind())
+        assert arena is not None
+        match work.asked, answer:
+            case SlotAsked(ref=ref, item_index=index), SlotGrant() as slot:
+                landings.expect((ref, index), work.sequence, slot_landing(arena, slot))
+            case BindAsked(ref=ref, grant_id=grant_id, capability=capability), Bound() as bound:
+                landings.expect((ref, grant_id), work.sequence, pages_landing(arena, capability, bound))
+            case EmbeddingCommitted(ref=ref, item_index=index), _:
+                landings.forget(ref, index)
+            case KvCommitted(ref=ref, grant_id=grant_id), _:
+                landings.forget(ref, grant_id)
 
     async def _write(self) -> None:
         """Until the stream breaks; then the rest of the answers go nowhere."""
@@ -322,8 +329,8 @@ class Conversation:
 
     async def _wait_until_unmapped(self) -> None:
         """A sender that lost the stream may still be writing: nothing it was granted is free before its mapping is
-        gone. When the process is dead, that is already so."""
-        if not self._welcomed:
+        gone. When the process is dead, that is already so. One that sends data frames has no mapping."""
+        if not self._welcomed or self._landings is not None:
             return
         arena = self._receivers.arena(self._kind())
         waited_s, pause_s = 0.0, MAPPING_POLL_S
@@ -338,12 +345,18 @@ class Conversation:
         if not self._welcomed:
             return
         try:
-            if self._kind() is ArenaKind.KV and self._receivers.kv is not None:
-                await self._receivers.kv.peer_lost(self._peer())
-            elif self._receivers.embedding is not None:
-                await self._receivers.embedding.peer_lost(self._peer())
+            await peer_lost(self._receivers, self._kind(), self._peer())
         except Exception:
             _log.exception("a receiver failed while it let go of a lost peer")
+
+    def _open_landings(self) -> DataAddress:
+        assert self._data_port is not None, "the transport was offered"
+        self._landings = self._data_port.open_session(self._mapping_id)
+        return replace(self._data_port.address, session_key=self._landings.session_key)
+
+    def _close_landings(self) -> None:
+        if self._data_port is not None:
+            self._data_port.close_session(self._mapping_id)
 
     def _offer(self, kind: ArenaKind) -> ArenaOffer | None:
         arena = self._receivers.arena(kind)
@@ -358,3 +371,10 @@ class Conversation:
     def _kind(self) -> ArenaKind:
         assert self._session.greeting is not None
         return self._session.greeting.kind
+
+
+def _shown(checksum: int | None) -> int:
+    """Bytes that came in frames are always summed up."""
+    if checksum is None:
+        raise TransferRefused("the commit shows no checksum of its data frames")
+    return checksum

@@ -19,6 +19,7 @@ from typing import Final
 from triptych.core.errors import InvalidRequest, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import WorkerRef
 from triptych.transport import frames
+from triptych.transport.names import INPROC, SHM, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.types import (
     AbortAsked,
     Acknowledged,
@@ -27,6 +28,7 @@ from triptych.transport.types import (
     Asked,
     BindAsked,
     Bound,
+    DataAddress,
     EmbeddingCommitted,
     Endpoint,
     HaveIt,
@@ -37,8 +39,7 @@ from triptych.transport.types import (
 from triptych.wire.v1 import transfer_pb2 as wire
 
 MAX_OUTSTANDING: Final = 4096
-INPROC: Final = "inproc"
-SHM: Final = "shm"
+NO_DATA: Final = DataAddress()
 _ABORT_HEADROOM: Final = 2  # aborts make room, so they may come when the rest is full
 
 
@@ -76,11 +77,15 @@ _ASKED_OF: Final[dict[ArenaKind, tuple[type[Asked], ...]]] = {
 
 def choose_transport(sender: Endpoint, receiver: Endpoint) -> str:
     """The sender's first choice that both can do. Raises TransferRefused when there is none."""
-    possible = {INPROC: sender.ref == receiver.ref, SHM: bool(sender.host_id) and sender.host_id == receiver.host_id}
+    is_same_host = bool(sender.host_id) and sender.host_id == receiver.host_id
+    possible = {INPROC: sender.ref == receiver.ref, SHM: is_same_host, ZMQ_IPC: is_same_host, ZMQ_TCP: True}
     for transport in sender.transports:
         if transport in receiver.transports and possible.get(transport, False):
             return transport
-    raise TransferRefused("the two workers share no way to move data: run them on one host, as one user")
+    raise TransferRefused(
+        "the two workers share no way to move data: for shm run them on one host, as one user, with one /dev/shm;"
+        " between hosts leave --transport at auto, or give zmq to both"
+    )
 
 
 def check_slot(grant: SlotGrant, num_bytes: int, arena_bytes: int) -> None:
@@ -231,10 +236,12 @@ class ReceiverSession:
                 self.state = _NEXT[self.state, "refused"]
             return frames.answer_to_frame(frame.sequence, error)
 
-    def welcome(self, greeted: Greeted, mapping_id: int) -> wire.SessionResponse:
+    def welcome(self, greeted: Greeted, mapping_id: int, data: DataAddress = NO_DATA) -> wire.SessionResponse:
+        """`data` for the transports `zmq-*`."""
         self.state = _NEXT[self.state, "hello_ack"]
         offer = self._offer(greeted.greeting.kind)
-        welcome = frames.Welcome(greeted.transport, offer.segment_name, offer.segment_bytes, mapping_id)
+        segment_name = offer.segment_name if greeted.transport == SHM else ""
+        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data)
         return frames.welcome_to_frame(greeted.sequence, self.me, welcome)
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> wire.SessionResponse:

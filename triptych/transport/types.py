@@ -9,6 +9,7 @@ from triptych.core.grant import GroupRegions
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.core.worker import WorkerInfo
+from triptych.kv.pages import PageLayout
 from triptych.transport.shm import SharedSegment
 
 
@@ -26,23 +27,28 @@ class Arena:
         layout_fingerprint: 32 bytes from `layout.py`; a sender with another one is refused.
         buffer: the whole arena, writable bytes.
         segment: the shared segment behind `buffer`; None when only this process can reach it (then only `inproc`).
+        pages: of a KV pool: how its bytes lie in pages.
     """
 
     kind: ArenaKind
     layout_fingerprint: bytes
     buffer: memoryview = field(repr=False)
     segment: SharedSegment | None = None
+    pages: PageLayout | None = None
 
     @staticmethod
-    def shared(kind: ArenaKind, layout_fingerprint: bytes, segment: SharedSegment) -> Arena:
-        return Arena(kind, layout_fingerprint, segment.buffer, segment)
+    def shared(
+        kind: ArenaKind, layout_fingerprint: bytes, segment: SharedSegment, pages: PageLayout | None = None
+    ) -> Arena:
+        return Arena(kind, layout_fingerprint, segment.buffer, segment, pages)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotGrant:
     """Room for one item's embedding; `offset` and `num_bytes` are within the receiver's arena.
 
-    `capability` (16 random bytes) and `generation` are shown again at commit.
+    `capability` (16 random bytes) and `generation` are shown again at commit. `ticket` is the sender's own: the
+    sequence of its request, which data frames carry; 0 where there are none.
     """
 
     slot_id: int
@@ -50,6 +56,7 @@ class SlotGrant:
     num_bytes: int
     generation: int
     capability: bytes = field(repr=False)
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class KvCommitted:
     num_bytes: int
     first_token: Token
     position_delta: int
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +144,12 @@ class Endpoint:
     @staticmethod
     def of(worker: WorkerInfo) -> Endpoint:
         return Endpoint(worker.ref, worker.host_id, worker.transports)
+
+
+@dataclass(frozen=True, slots=True)
+class DataAddress:
+    """Where a session's data frames go and what they must show. `socket_path` is empty when there is no such socket."""
+
+    socket_path: str = ""
+    port: int = 0
+    session_key: bytes = field(default=b"", repr=False)

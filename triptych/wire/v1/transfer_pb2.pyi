@@ -70,20 +70,26 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id")
+    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_NAME_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAPPING_ID_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     transport: str
     segment_name: str
     segment_bytes: int
     mapping_id: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ...) -> None: ...
+    socket_path: str
+    data_port: int
+    session_key: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ...) -> None: ...
 
 class SlotRequest(_message.Message):
     __slots__ = ("ref", "item_index", "identity", "num_tokens", "num_bytes")
@@ -166,18 +172,20 @@ class EmbeddingCommit(_message.Message):
     def __init__(self, item_index: _Optional[int] = ..., slot_id: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.EmbeddingSource, str]] = ...) -> None: ...
 
 class KvCommit(_message.Message):
-    __slots__ = ("grant_id", "num_tokens", "num_bytes", "first_token", "position_delta")
+    __slots__ = ("grant_id", "num_tokens", "num_bytes", "first_token", "position_delta", "checksum")
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     POSITION_DELTA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     grant_id: str
     num_tokens: int
     num_bytes: int
     first_token: _common_pb2.Token
     position_delta: int
-    def __init__(self, grant_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., position_delta: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, grant_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., position_delta: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("ref", "grant_id", "reason")

@@ -1,0 +1,101 @@
+"""Stages on two hosts that share a network and a folder on disk, but no memory: embeddings and KV go by ZMQ."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.namespaces import Host, service, two_hosts, wait_for, why_not
+from triptych.cli.bundled import bundled_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+READY_SECONDS = 150.0
+ANSWER = "The circle is red."
+
+ASK = """
+import sys
+from triptych.cli import sample
+from triptych.cli.client import ChatClient, picture_part
+with ChatClient(sys.argv[1]) as client:
+    content = [picture_part(sample.picture_png()), {"type": "text", "text": sample.QUESTION}]
+    body = {"model": client.model_name(), "messages": [{"role": "user", "content": content}], "max_tokens": 32}
+    print(client.ask(body | {"temperature": 0}, timeline=False).text)
+"""
+METRICS = """
+import sys, urllib.request
+print(urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=5).read().decode())
+"""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A running cluster. `here` has encoder and decode, `there` prefill and router."""
+
+    here: Host
+    there: Host
+    url: str
+    runtime: Path
+
+    def record(self, worker_id: str) -> dict[str, object]:
+        record: dict[str, object] = json.loads((self.runtime / "workers" / f"{worker_id}.json").read_text())
+        return record
+
+    def bytes_moved(self, host: Host, worker_id: str, metric: str) -> dict[str, float]:
+        """By transport, from the worker's own metrics; those above zero."""
+        text = host.run(METRICS, str(self.record(worker_id)["metrics_address"]))
+        found = re.findall(
+            rf'^triptych_{metric}_transfer_bytes_total{{transport="([^"]+)"}} (\S+)$', text, re.MULTILINE
+        )
+        return {transport: float(count) for transport, count in found if float(count)}
+
+
+@contextlib.contextmanager
+def spread(folder: Path) -> Iterator[Spread]:
+    model, runtime, ready = str(bundled_model()), folder / "run", folder / "ready.json"
+    with two_hosts() as (here, there), contextlib.ExitStack() as stack:
+        places = {"encoder": here, "decode": here, "prefill": there}
+        running = {}
+        for role, host in places.items():
+            flags = ["--model", model, "--runtime-dir", str(runtime), "--worker-id", f"{role}-0"]
+            flags += ["--host", host.address, "--insecure-network", "true", "--threads", "1"]
+            running[role] = stack.enter_context(service(host, role, folder / f"{role}.log", *flags))
+        flags = ["--model", model, "--runtime-dir", str(runtime), "--host", there.address, "--port", "0"]
+        running["router"] = stack.enter_context(
+            service(there, "router", folder / "router.log", *flags, "--ready-file", str(ready))
+        )
+        url = json.loads(wait_for(ready, running, folder, READY_SECONDS))["url"]
+        yield Spread(here, there, str(url), runtime)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
+    if reason := why_not():
+        pytest.skip(f"no second host can be made: {reason}")
+    with spread(tmp_path_factory.mktemp("hosts")) as running:
+        yield running
+
+
+def test_the_answer_is_right_and_all_bytes_went_by_zmq(cluster: Spread) -> None:
+    assert cluster.there.run(ASK, cluster.url).strip() == ANSWER
+    assert set(cluster.bytes_moved(cluster.here, "encoder-0", "embedding")) == {"zmq"}
+    assert set(cluster.bytes_moved(cluster.there, "prefill-0", "kv")) == {"zmq"}
+
+
+def test_the_workers_know_that_they_share_no_memory(cluster: Spread) -> None:
+    records = [cluster.record(f"{role}-0") for role in ("encoder", "decode", "prefill")]
+    assert len({record["host_id"] for record in records}) == len(records)
+
+
+def test_again_and_again_it_is_right(cluster: Spread) -> None:
+    """From the second time on embedding and prefix come from caches, and KV still crosses."""
+    before = cluster.bytes_moved(cluster.there, "prefill-0", "kv")["zmq"]
+    for _ in range(3):
+        assert cluster.there.run(ASK, cluster.url).strip() == ANSWER
+    assert cluster.bytes_moved(cluster.there, "prefill-0", "kv")["zmq"] > before

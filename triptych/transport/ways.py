@@ -1,0 +1,83 @@
+"""From a receiver's welcome to the carrier that it allows: a mapping, or a data socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from triptych.core.errors import TransferRefused, TriptychError
+from triptych.transport.carrier import Carrier, MemoryCarrier
+from triptych.transport.frames import Welcome
+from triptych.transport.names import SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.shm import SharedSegment
+from triptych.transport.zmq_carrier import ZmqCarrier
+
+
+class WayBlocked(Exception):
+    """The transport that both ends agreed on does not work between them; another may."""
+
+    def __init__(self, transport: str, error: TransferRefused) -> None:
+        super().__init__(error.message)
+        self.transport = transport
+        self.error = error
+
+
+class DataSockets:
+    """Owner of the ZMQ context of this process's sending sockets, made when the first is needed."""
+
+    def __init__(self) -> None:
+        self._context: zmq.asyncio.Context | None = None
+
+    @property
+    def context(self) -> zmq.asyncio.Context:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        return self._context
+
+    def close(self) -> None:
+        """After all links."""
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How one receiver's arena can be reached. `host` is the receiver's, from the registry: an address from anywhere
+    else is never dialled."""
+
+    sockets: DataSockets
+    host: str
+
+    async def open(self, welcome: Welcome, broken: Callable[[TriptychError], None]) -> Carrier:
+        """Raises TransferRefused when it cannot be. `broken` is called when it stops working later."""
+        if welcome.transport == SHM:
+            segment = SharedSegment.open(welcome.segment_name, welcome.segment_bytes, mapping_id=welcome.mapping_id)
+            return MemoryCarrier(SHM, segment.buffer, segment)
+        if welcome.transport not in (ZMQ_IPC, ZMQ_TCP) or not welcome.data.session_key:
+            raise TransferRefused("the receiver chose a transport that is not known here")
+        carrier = ZmqCarrier(
+            self.sockets.context,
+            self._endpoint(welcome),
+            welcome.mapping_id,
+            welcome.data.session_key,
+            welcome.segment_bytes,
+            broken,
+        )
+        await carrier.connect()
+        return carrier
+
+    def _endpoint(self, welcome: Welcome) -> str:
+        data = welcome.data
+        if welcome.transport == ZMQ_IPC and data.socket_path:
+            return f"ipc://{data.socket_path}"
+        if welcome.transport == ZMQ_TCP and data.port:
+            return f"tcp://{self.host}:{data.port}"
+        raise TransferRefused("the receiver named no data socket")
+
+
+def host_of(grpc_address: str) -> str:
+    """`host` of host:port, with the brackets of an IPv6 address."""
+    return grpc_address.rpartition(":")[0]

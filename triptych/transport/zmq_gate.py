@@ -1,0 +1,65 @@
+"""Who may connect to the data socket: only the sender of a session that lives, with its key.
+
+ZMQ asks this handler (RFC 27, ZAP) in the handshake, before it takes a single frame. So what a stranger can make this
+process hold is bounded by the handshake, not by how many parts a message may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+import zmq.asyncio
+
+from triptych.obs import metrics
+
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_VERSION: Final = b"1.0"
+_PLAIN: Final = b"PLAIN"
+
+_log = logging.getLogger(__name__)
+
+KeyOf = Callable[[int], bytes | None]
+"""The key of a living session."""
+
+
+def credentials(session: int, session_key: bytes) -> tuple[bytes, bytes]:
+    """User name and password of a session's data connection."""
+    return str(session).encode(), session_key.hex().encode()
+
+
+class Gate:
+    """Owner of the socket that ZMQ asks. `open` comes before the data socket is bound."""
+
+    def __init__(self, context: zmq.asyncio.Context, key_of: KeyOf) -> None:
+        self._key_of = key_of
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(ZAP_ENDPOINT)
+        self._task = asyncio.create_task(self._serve(), name="transfer-gate")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close(0)
+
+    async def _serve(self) -> None:
+        while True:
+            peer, empty, version, request_id, *rest = await self._socket.recv_multipart()
+            is_welcome = version == _VERSION and self._is_welcome(rest)
+            if not is_welcome:
+                metrics.DATA_FRAMES_DROPPED.labels("unauthenticated").inc()
+                _log.warning("a connection to the data port showed no key of a session")
+            status, text = (b"200", b"OK") if is_welcome else (b"400", b"no session")
+            await self._socket.send_multipart([peer, empty, _VERSION, request_id, status, text, b"", b""])
+
+    def _is_welcome(self, request: list[bytes]) -> bool:
+        """`request`: domain, address, identity, mechanism, user name, password."""
+        if len(request) != 6 or request[3] != _PLAIN or not request[4].isdigit() or len(request[4]) > 20:
+            return False
+        key = self._key_of(int(request[4]))
+        return key is not None and hmac.compare_digest(request[5], credentials(0, key)[1])
