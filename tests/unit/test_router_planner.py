@@ -27,6 +27,7 @@ class Model:
 
     fingerprint = b"f" * 32
     eos_token_ids = frozenset({1, 2})
+    vocab_size = 1000
 
     def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
         return ItemLayout(Grid(1, height_px, width_px), (width_px // 10,) * (height_px // 10))

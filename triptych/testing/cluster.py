@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from services.router.chat_request import ChatRequest as ApiRequest
+from services.router.chat_request import SamplingOptions
 from services.router.image_header import read_image_header
 from services.router.media import Media
 from services.router.pipeline import Batch, Done, Pipeline
@@ -42,6 +43,7 @@ Topology = Literal["e-p-d", "mono"]
 
 MAX_PIXELS = 100_000_000
 TIMEOUT_S = 120.0
+NO_OPTIONS = SamplingOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class ChatRequest:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    options: SamplingOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +178,11 @@ class InProcessCluster:
             stream=False,
             include_usage=False,
             ignored=(),
+            options=request.options,
         )
         plan = self.planner.plan(api, media, self.adapter.max_sequence_tokens, TIMEOUT_S)
-        return dataclasses.replace(
-            plan, sampling=dataclasses.replace(plan.sampling, stop_token_ids=request.stop_token_ids)
-        )
+        stops = request.stop_token_ids | frozenset(request.options.stop_token_ids)
+        return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, stop_token_ids=stops))
 
     def clear_caches(self) -> None:
         """Empties the radix trees and the encoders' embedding caches. Only between requests."""
