@@ -158,7 +158,7 @@ def _penalize(scores: torch.Tensor, row: SampleRow) -> None:
         seen = torch.cat([torch.from_numpy(row.history.prompt_ids), answer]).to(device)
         values = scores[seen]
         scores[seen] = torch.where(values < 0, values * how.repetition_penalty, values / how.repetition_penalty)
-    scores[answer.to(device)] -= how.frequency_penalty * counts.to(device) + how.presence_penalty
+    scores[answer.to(device)] -= how.frequency_penalty * counts.to(device, scores.dtype) + how.presence_penalty
 
 
 def _row_logprobs(logits: torch.Tensor, chosen: int, num_top: int) -> TokenLogprobs:
