@@ -27,7 +27,7 @@ from services.router.planner import Planner, SamplingDefaults
 from services.router.queue import AdmissionQueue
 from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
-from triptych.core.plan import FinishReason, Modality, Plan
+from triptych.core.plan import FinishReason, Modality, Plan, Token
 from triptych.core.timeline import TimelineEvent
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
@@ -62,14 +62,15 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult:
-    """What came back. `logits` is float32 (tokens, vocabulary), row i the one that token i was chosen from; empty
-    unless captured."""
+    """What came back: `tokens`, and their ids alone. `logits` is float32 (tokens, vocabulary), row i the one that token
+    i was chosen from; empty unless captured."""
 
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
     cached_tokens: int
     finish_reason: FinishReason
     timeline: tuple[TimelineEvent, ...]
+    tokens: tuple[Token, ...] = ()
 
 
 class LogitsTap:
@@ -150,17 +151,17 @@ class InProcessCluster:
 
     async def generate(self, request: ChatRequest) -> ChatResult:
         plan, request_id = self.plan(request), new_request_id()
-        ids: list[int] = []
+        tokens: list[Token] = []
         reason = FinishReason.ABORT
         async with self.pipeline.answer(plan, request.media, request_id) as answer:
             async for event in answer.events():
                 if isinstance(event, Batch):
-                    ids += [token.id for token in event.tokens]
+                    tokens += event.tokens
                 elif isinstance(event, Done):
                     reason = event.finish_reason
             timeline, cached = tuple(answer.all_events()), answer.progress.cached_tokens
-        logits = self._tap.take(request_id, len(ids)) if self._tap else np.zeros((0, 0), dtype=np.float32)
-        return ChatResult(ids, logits, cached, reason, timeline)
+        logits = self._tap.take(request_id, len(tokens)) if self._tap else np.zeros((0, 0), dtype=np.float32)
+        return ChatResult([token.id for token in tokens], logits, cached, reason, timeline, tuple(tokens))
 
     def plan(self, request: ChatRequest) -> Plan:
         """The router's own planner, with the request's stop tokens in place of the model's."""
