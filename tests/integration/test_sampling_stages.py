@@ -137,8 +137,6 @@ def random_options(rng: random.Random, vocabulary: int) -> SamplingOptions:
         presence_penalty=rng.choice([0.0, 0.0, 1.0, -0.5]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.7, -0.3]),
         logit_bias=tuple(sorted(bias.items())),
-            sorted({rng.randrange(vocabulary): rng.uniform(-5, 5) for _ in range(rng.choice([0, 0, 6]))}.items())
-        ),
         stop_token_ids=tuple(rng.randrange(vocabulary) for _ in range(rng.choice([0, 40]))),
         min_tokens=rng.choice([0, 0, 3]),
         num_logprobs=rng.choice([None, 0, 3, 20]),
