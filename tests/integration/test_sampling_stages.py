@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import time
@@ -25,6 +26,7 @@ from triptych.core.clock import SystemClock
 from triptych.core.ids import new_request_id
 from triptych.core.plan import EmbeddingSource, FinishReason, Plan, Token
 from triptych.core.timeline import Timeline
+from triptych.stages.settings import LanguageSettings
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.tokenizer import ChatTokenizer
@@ -32,6 +34,7 @@ from triptych.text.tokenizer import ChatTokenizer
 TOPOLOGIES: tuple[Literal["mono", "e-p-d"], ...] = ("mono", "e-p-d")
 topologies = pytest.mark.parametrize("topology", TOPOLOGIES)
 SMALL_POOL = 8 << 20
+PAGE_TOKENS = LanguageSettings().page_tokens
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,7 @@ async def test_choices_encode_and_ship_their_pictures_once(model_dir: Path) -> N
     media = (draw_picture(1, (84, 56)), draw_picture(2, (56, 112)))
     request = asked("what is it, and what is beside it, and what is above it and below it?", *media, temperature=1.0)
     async with InProcessCluster(model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
+        plan = cluster.plan(request)
         _, choices = await choose(cluster, request, 4)
     rows = choices.all_events()
     counts = Counter((row.stage, row.event) for row in rows)
@@ -123,9 +127,12 @@ async def test_choices_encode_and_ship_their_pictures_once(model_dir: Path) -> N
     assert counts["encoder", "radix_hit"] == 3 * 2
     assert {row.source for row in rows if row.event == "radix_hit"} == {EmbeddingSource.RADIX}
     assert counts["prefill", "first_token"] == 4
-    first_token = min(row.end_ns for row in rows if (row.stage, row.event) == ("prefill", "first_token"))
+    chunks = sorted((row for row in rows if (row.stage, row.event) == ("prefill", "chunk")), key=lambda row: row.end_ns)
+    computed = list(itertools.accumulate(row.num_tokens for row in chunks))
+    prefilled = computed.index(plan.num_prompt_tokens)
+    assert computed[-1] - computed[prefilled] <= 3 * PAGE_TOKENS, "the others compute what no page holds"
     others = sorted(row.start_ns for row in rows if (row.stage, row.event) == ("router", "queue"))[1:]
-    assert len(others) == 3 and min(others) > first_token, "the others begin when the prompt is there"
+    assert len(others) == 3 and min(others) > chunks[prefilled].end_ns, "they begin when the prompt is there"
 
 
 def random_options(rng: random.Random, vocabulary: int) -> SamplingOptions:
