@@ -39,6 +39,7 @@ from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool
 from triptych.text.detokenizer import IncrementalDetokenizer
+from triptych.text.token_bytes import TokenBytes
 from triptych.text.tokenizer import ChatTokenizer
 
 # Threads for what would block the event loop: base64, headers, hashing, tokenizing.
@@ -56,6 +57,7 @@ class Model:
         placeholder_id = self.adapter.placeholder_id(Modality.IMAGE)
         self.tokenizer = ChatTokenizer(model_dir, placeholder_id)
         self.planner = Planner(self.adapter, self.tokenizer, SamplingDefaults.from_model(model_dir))
+        self.token_bytes = TokenBytes(self.tokenizer.tokenizer)
 
     def new_detokenizer(self) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self.tokenizer.tokenizer)
@@ -109,6 +111,7 @@ async def router_app(
             executor=executor,
             clock=clock,
             new_detokenizer=model.new_detokenizer,
+            token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
         try:

@@ -160,9 +160,11 @@ class Attempt:
     async def _admitted(self) -> AsyncIterator[Admission]:
         """Room at a decode worker for the length of the block."""
         start_ns = self._timeline.clock.monotonic_ns()
-        admission = await self._queue.admit(self._ask_for_room)
+        is_first_choice = self._job.ref.choice == 0
+        admit = self._queue.admit if is_first_choice else self._queue.admit_further
+        admission = await admit(self._ask_for_room)
         self._timeline.add("queue", start_ns)
-        if self._job.ref.attempt == 0:
+        if self._job.ref.attempt == 0 and is_first_choice:
             metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
         self._progress.add_worker(Role.DECODE, admission.call.worker)
         try:

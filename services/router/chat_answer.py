@@ -6,7 +6,7 @@ away cancels all that runs for it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -14,32 +14,24 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.router.answer_text import AnswerText
-from services.router.pipeline import Answer, Batch, Done, Pipeline
-from services.router.responses import Envelope, Json, error_json, timeline_json
-from services.router.stopwatch import Stopwatch
+from services.router.choices import Choices, Piece, Question, running_choices
+from services.router.pipeline import Pipeline
+from services.router.responses import Envelope, Json, choice_json, error_json, logprobs_json, timeline_json
 from services.router.tasks import first_of
 from triptych.core.errors import TriptychError
-from triptych.core.plan import FinishReason, Plan
-from triptych.core.timeline import Timeline
+from triptych.core.plan import Token
 from triptych.obs import metrics
-
-Piece = str | FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """All that answering needs."""
+    """All that answering needs. `token_bytes` gives the bytes of a token id, for log probabilities."""
 
-    request_id: str
+    question: Question
     envelope: Envelope
-    plan: Plan
-    media: Sequence[bytes]
-    text: AnswerText
-    timeline: Timeline
-    stopwatch: Stopwatch
     with_usage: bool
     with_timeline: bool
+    token_bytes: Callable[[int], bytes]
 
 
 class ChatAnswer(Response):
@@ -54,93 +46,90 @@ class ChatAnswer(Response):
         await first_of(self._serve(send), lambda: _until_disconnected(receive))
 
     async def _serve(self, send: Send) -> None:
-        job = self._job
-        async with self._pipeline.answer(job.plan, job.media, job.request_id, job.timeline) as answer:
-            await self._write(answer, send)
+        async with running_choices(self._pipeline, self._job.question) as choices:
+            await self._write(choices, send)
 
-    async def _write(self, answer: Answer, send: Send) -> None:
+    async def _write(self, choices: Choices, send: Send) -> None:
         raise NotImplementedError
 
-    async def _pieces(self, answer: Answer) -> AsyncGenerator[Piece, None]:
-        """The text in pieces (one for each batch of tokens, maybe empty), then why it ended."""
-        job = self._job
-        async with aclosing(answer.events()) as events:
-            async for event in events:
-                match event:
-                    case Batch():
-                        job.stopwatch.on_tokens(len(event.tokens))
-                        yield job.text.push(event.tokens)
-                        if job.text.stopped:
-                            yield FinishReason.STOP
-                            return
-                    case Done():
-                        yield job.text.finish()
-                        yield FinishReason.STOP if job.text.stopped else event.finish_reason
+    def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
+        """None unless they were asked for."""
+        if self._job.question.plan.sampling.num_logprobs is None:
+            return None
+        return logprobs_json(tokens, self._job.token_bytes)
 
-    def _finish(self, answer: Answer) -> Json:
-        """The caller's `triptych` field, once the answer is over."""
-        job = self._job
-        job.stopwatch.on_end()
-        metrics.COMPLETION_TOKENS.inc(job.text.num_tokens)
-        if not job.with_timeline:
+    def _finish(self, choices: Choices) -> Json:
+        """The caller's `triptych` field, once all choices are over."""
+        self._job.question.stopwatch.on_end()
+        metrics.COMPLETION_TOKENS.inc(choices.num_completion_tokens)
+        if not self._job.with_timeline:
             return {}
-        return {"triptych": timeline_json(answer.all_events(), answer.progress.workers)}
+        return {"triptych": timeline_json(choices.all_events(), choices.workers())}
 
 
 class WholeChatAnswer(ChatAnswer):
-    async def _write(self, answer: Answer, send: Send) -> None:
-        texts: list[str] = []
-        reason = FinishReason.STOP
-        async with aclosing(self._pieces(answer)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, FinishReason):
-                    reason = piece
-                else:
-                    texts.append(piece)
-        usage = answer.usage(self._job.text.num_tokens)
-        body = self._job.envelope.completion("".join(texts), reason.value, usage)
-        content = orjson.dumps({**body, **self._finish(answer)})
+    async def _write(self, choices: Choices, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in self._job.question.texts]
+        async with aclosing(choices.pieces()) as coming:
+            async for piece in coming:
+                pieces[piece.choice].append(piece)
+        answers = [self._choice(index, whole) for index, whole in enumerate(pieces)]
+        body = self._job.envelope.completion(answers, choices.usage())
+        content = orjson.dumps({**body, **self._finish(choices)})
         await send(_start("application/json", [(b"content-length", str(len(content)).encode())]))
         await send({"type": "http.response.body", "body": content})
 
+    def _choice(self, index: int, pieces: Sequence[Piece]) -> Json:
+        reason = pieces[-1].finish_reason
+        assert reason is not None
+        text = "".join(piece.text for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return choice_json(index, text, reason.value, self._logprobs(tokens))
+
 
 class StreamedChatAnswer(ChatAnswer):
-    async def _write(self, answer: Answer, send: Send) -> None:
-        async with aclosing(self._pieces(answer)) as pieces:
+    async def _write(self, choices: Choices, send: Send) -> None:
+        async with aclosing(choices.pieces()) as pieces:
             first = await anext(pieces)
             await send(_start("text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
-            await self._stream(answer, first, pieces, send)
+            await self._stream(choices, first, pieces, send)
         await send({"type": "http.response.body", "body": b""})
 
-    async def _stream(self, answer: Answer, first: Piece, others: AsyncIterator[Piece], send: Send) -> None:
-        await self._send_event(send, self._chunk({"role": "assistant", "content": ""}))
+    async def _stream(self, choices: Choices, first: Piece, others: AsyncIterator[Piece], send: Send) -> None:
+        begun: set[int] = set()
         try:
-            await self._send_piece(answer, first, send)
+            await self._send_piece(first, begun, send)
             async for piece in others:
-                await self._send_piece(answer, piece, send)
+                await self._send_piece(piece, begun, send)
         except TriptychError as error:
             # The status is out: the error has to be an event, and there is no [DONE].
             metrics.REQUEST_ERRORS.labels(error.code).inc()
             await self._send_event(send, error_json(error))
         else:
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+            await self._send_closing(choices, send)
 
-    async def _send_piece(self, answer: Answer, piece: Piece, send: Send) -> None:
-        if isinstance(piece, str):
-            if piece:
-                await self._send_event(send, self._chunk({"content": piece}))
-            return
-        last = self._finish(answer)
-        finish = self._chunk({}, piece.value)
-        if not self._job.with_usage:
-            await self._send_event(send, {**finish, **last})
-            return
-        await self._send_event(send, finish)
-        usage = answer.usage(self._job.text.num_tokens)
-        await self._send_event(send, {**self._job.envelope.usage_chunk(usage), **last})
+    async def _send_piece(self, piece: Piece, begun: set[int], send: Send) -> None:
+        """`begun`: the choices that have been spoken of."""
+        if piece.choice not in begun:
+            begun.add(piece.choice)
+            await self._send_event(send, self._chunk(piece.choice, {"role": "assistant", "content": ""}))
+        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+        if piece.text or logprobs:
+            await self._send_event(send, self._chunk(piece.choice, {"content": piece.text}, logprobs=logprobs))
+        if piece.finish_reason is not None:
+            await self._send_event(send, self._chunk(piece.choice, {}, finish_reason=piece.finish_reason.value))
 
-    def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
-        chunk = self._job.envelope.chunk(delta, finish_reason)
+    async def _send_closing(self, choices: Choices, send: Send) -> None:
+        """What there is to say when all choices are over, in one event without choices."""
+        told = self._finish(choices)
+        if self._job.with_usage:
+            await self._send_event(send, {**self._job.envelope.usage_chunk(choices.usage()), **told})
+        elif told:
+            await self._send_event(send, {**self._job.envelope.bare_chunk(), **told})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+
+    def _chunk(self, index: int, delta: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
+        chunk = self._job.envelope.chunk(index, delta, finish_reason, logprobs)
         return {**chunk, "usage": None} if self._job.with_usage else chunk
 
     async def _send_event(self, send: Send, event: Json) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from services.router.answer_text import AnswerText
 from services.router.chat_answer import ChatAnswer, ChatJob, StreamedChatAnswer, WholeChatAnswer
 from services.router.chat_request import ChatRequest, parse_chat_request
+from services.router.choices import Question
 from services.router.http import read_json_body
 from services.router.media import Media, MediaReader
 from services.router.pipeline import WORKER_ID, Pipeline
@@ -46,7 +47,7 @@ class ChatLimits:
 class ChatService:
     """Parses, reads media, plans. The answer that it returns runs the pipeline when it is sent.
 
-    `context_tokens()` is the longest sequence that the cluster takes now.
+    `token_bytes(id)` gives the bytes of a token; `context_tokens()` is the longest sequence that the cluster takes now.
     """
 
     model_name: str
@@ -57,6 +58,7 @@ class ChatService:
     executor: Executor
     clock: Clock
     new_detokenizer: Callable[[], IncrementalDetokenizer]
+    token_bytes: Callable[[int], bytes]
     context_tokens: Callable[[], int]
 
     async def answer(self, request: Request) -> ChatAnswer:
@@ -79,16 +81,20 @@ class ChatService:
         with timeline.span("plan"):
             plan = await self._plan(chat, media, deadline_s)
         metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
-        job = ChatJob(
+        question = Question(
             request_id=request_id,
-            envelope=Envelope(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), self.model_name),
             plan=plan,
             media=[one.data for one in media],
-            text=AnswerText(self.new_detokenizer(), chat.stop),
+            texts=[AnswerText(self.new_detokenizer(), chat.stop, plan.sampling) for _ in range(chat.num_choices)],
             timeline=timeline,
             stopwatch=stopwatch,
+        )
+        job = ChatJob(
+            question=question,
+            envelope=Envelope(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), self.model_name),
             with_usage=chat.include_usage,
             with_timeline=request.headers.get(TIMELINE_HEADER, "0") == "1",
+            token_bytes=self.token_bytes,
         )
         kind = StreamedChatAnswer if chat.stream else WholeChatAnswer
         return kind(job, self.pipeline)

@@ -62,11 +62,13 @@ def _add_models(app: FastAPI, name: str) -> None:
 
 def _add_probes(app: FastAPI, missing_roles: Callable[[], tuple[Role, ...]]) -> None:
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         """The event loop turns."""
         return JsonResponse({"status": "ok"})
 
     @app.get("/ready")
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """Every stage has a worker that is ready."""
         missing = [role.value for role in missing_roles()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -60,11 +61,14 @@ Event = Batch | Done
 
 
 class Answer:
-    """An answer in the making."""
+    """An answer in the making: one choice of a request. `deadline_s` is by the event loop's clock, `turn` decides
+    between workers that are alike."""
 
-    def __init__(self, plan: Plan, timeline: Timeline) -> None:
+    def __init__(self, plan: Plan, timeline: Timeline, deadline_s: float = math.inf) -> None:
         self.plan = plan
         self.timeline = timeline
+        self.deadline_s = deadline_s
+        self.turn = 0
         self.progress = Progress()
         self.order = TokenOrder()
         # Holds at most one entry a token, so it needs no bound of its own: a slow reader never holds a worker back.
@@ -98,6 +102,15 @@ class Answer:
         return sorted([*self.timeline.events, *self.progress.timeline], key=lambda event: event.start_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Names a further choice of a request whose `first` is under way: it has the same deadline, and asks the same
+    workers first, because they hold the prompt in their caches. `choice` is at least 1."""
+
+    choice: int
+    first: Answer
+
+
 class Pipeline:
     """Runs plans on the workers of a registry. One per router."""
 
@@ -110,15 +123,22 @@ class Pipeline:
 
     @asynccontextmanager
     async def answer(
-        self, plan: Plan, media: Sequence[bytes], request_id: str, timeline: Timeline | None = None
+        self,
+        plan: Plan,
+        media: Sequence[bytes],
+        request_id: str,
+        timeline: Timeline | None = None,
+        beside: Beside | None = None,
     ) -> AsyncIterator[Answer]:
         """The answer to `plan` (`media`: encoded bytes, one per item). Leaving the block cancels all that still runs.
 
-        `plan.timeout_s` counts from here.
+        `plan.timeout_s` counts from here, but for a further choice from where its first one began.
         """
-        answer = Answer(plan, timeline or Timeline("router", WORKER_ID, self._clock))
-        deadline_s = asyncio.get_running_loop().time() + plan.timeout_s
-        async with owned_task(self._drive(answer, Job(AttemptRef(request_id), plan, media, deadline_s))):
+        deadline_s = beside.first.deadline_s if beside else asyncio.get_running_loop().time() + plan.timeout_s
+        answer = Answer(plan, timeline or Timeline("router", WORKER_ID, self._clock), deadline_s)
+        answer.turn = beside.first.turn if beside else next(self._turns)
+        ref = AttemptRef(request_id, beside.choice if beside else 0)
+        async with owned_task(self._drive(answer, Job(ref, plan, media, deadline_s))):
             yield answer
 
     async def _drive(self, answer: Answer, job: Job) -> None:
@@ -159,6 +179,8 @@ class Pipeline:
 
     def _new_attempt(self, answer: Answer, job: Job, avoided: frozenset[str]) -> Attempt:
         number = job.ref.attempt
+        if number > 0:
+            answer.turn = next(self._turns)
         answer.order.begin(number)
         answer.timeline.attempt = number
         answer.progress.workers.clear()
@@ -168,7 +190,7 @@ class Pipeline:
             return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided | failed)
 
         return Attempt(
-            job, view, self._channels, self._queue, next(self._turns), answer.timeline, answer.progress, answer.emit
+            job, view, self._channels, self._queue, answer.turn, answer.timeline, answer.progress, answer.emit
         )
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from services.router.chat_request import ChatRequest
+from services.router.chat_request import ChatRequest, SamplingOptions
 from services.router.media import Media
-from triptych.core.errors import RequestTooLarge, StartupError
+from triptych.core.errors import InvalidRequest, RequestTooLarge, StartupError
 from triptych.core.plan import Item, Modality, Plan, Sampling, TokenRange
 from triptych.model.adapters.base import ItemLayout
 from triptych.model.checkpoint_files import read_json
+from triptych.rpc.convert import MAX_REPETITION_PENALTY
 from triptych.text.messages import ChatMessage
 from triptych.text.tokenizer import EncodedChat
 
+T = TypeVar("T")
+
 DEFAULT_MAX_TOKENS = 1024
+_INT31 = 2**31 - 1
 # Below this, dividing logits by the temperature gains nothing but overflow: it is greedy.
 _LEAST_TEMPERATURE = 1e-4
 # No text that fits a context has more characters a token than this; what has more is not worth tokenizing.
@@ -29,6 +33,7 @@ class ModelFacts(Protocol):
 
     fingerprint: bytes
     eos_token_ids: frozenset[int]
+    vocab_size: int
 
     def image_layout(self, width_px: int, height_px: int) -> ItemLayout: ...
     def placeholder_id(self, modality: Modality) -> int: ...
@@ -45,18 +50,28 @@ class SamplingDefaults:
 
     temperature: float
     top_p: float
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def from_model(cls, model_dir: Path) -> SamplingDefaults:
-        """Greedy unless the file says `do_sample: true`. Raises StartupError for numbers out of range."""
+        """Greedy unless the file says `do_sample: true`; the repetition penalty holds either way, as in `transformers`.
+
+        Raises StartupError for numbers out of range.
+        """
         file = model_dir / "generation_config.json"
         config = read_json(file) if file.exists() else {}
+        penalty = _setting(config, "repetition_penalty", 1.0, lambda value: 0 < value <= MAX_REPETITION_PENALTY)
         if not config.get("do_sample"):
-            return cls(0.0, 1.0)
-        temperature, top_p = config.get("temperature", 1.0), config.get("top_p", 1.0)
-        if not 0 <= temperature <= 2 or not 0 < top_p <= 1:
-            raise StartupError("the model's generation_config.json has a temperature or top_p out of range")
-        return cls(float(temperature), float(top_p))
+            return cls(0.0, 1.0, repetition_penalty=penalty)
+        return cls(
+            temperature=_setting(config, "temperature", 1.0, lambda value: 0 <= value <= 2),
+            top_p=_setting(config, "top_p", 1.0, lambda value: 0 < value <= 1),
+            top_k=int(_setting(config, "top_k", 0, lambda value: 0 <= value <= _INT31 and value == int(value))) or None,
+            min_p=_setting(config, "min_p", 0.0, lambda value: 0 <= value <= 1),
+            repetition_penalty=penalty,
+        )
 
 
 class Planner:
@@ -72,17 +87,18 @@ class Planner:
 
         Raises:
             RequestTooLarge: the prompt leaves no room for a token.
-            InvalidRequest: the chat template refuses the conversation.
+            InvalidRequest: the chat template refuses the conversation, or a token id is not in the vocabulary.
             MediaInvalid: the model cannot take a picture of this shape.
         """
         _refuse_endless_text(request, context_tokens)
+        self._check_token_ids(request.options)
         encoded = self._encoder.encode_chat(request.messages)
         compact_ids, items = self._place(encoded, media)
         prompt_tokens = len(compact_ids) + sum(item.num_tokens - len(item.ranges) for item in items)
         return Plan(
             compact_ids=tuple(compact_ids),
             items=tuple(items),
-            sampling=self._sampling(request, _answer_room(prompt_tokens, request.max_tokens, context_tokens)),
+            sampling=self._sampling(request, _answer_room(prompt_tokens, request, context_tokens)),
             timeout_s=timeout_s,
             model_fingerprint=self._model.fingerprint,
         )
@@ -121,17 +137,49 @@ class Planner:
         )
 
     def _sampling(self, request: ChatRequest, max_tokens: int) -> Sampling:
-        temperature = self._defaults.temperature if request.temperature is None else request.temperature
+        options, defaults, eos = request.options, self._defaults, self._model.eos_token_ids
+        temperature = _or(request.temperature, defaults.temperature)
+        top_k = _or(options.top_k, defaults.top_k)
         return Sampling(
             max_tokens=max_tokens,
             temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
-            top_p=self._defaults.top_p if request.top_p is None else request.top_p,
+            top_p=_or(request.top_p, defaults.top_p),
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
-            stop_token_ids=self._model.eos_token_ids,
+            stop_token_ids=frozenset(options.stop_token_ids) | (frozenset() if options.ignore_eos else eos),
+            # A limit beyond the vocabulary is none.
+            top_k=top_k if top_k and top_k < self._model.vocab_size else None,
+            min_p=_or(options.min_p, defaults.min_p),
+            repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            logit_bias=options.logit_bias,
+            min_tokens=min(options.min_tokens, max_tokens),
+            eos_token_ids=eos,
+            num_logprobs=options.num_logprobs,
         )
 
+    def _check_token_ids(self, options: SamplingOptions) -> None:
+        biased = [token_id for token_id, _ in options.logit_bias]
+        last = self._model.vocab_size - 1
+        for param, ids in (("logit_bias", biased), ("stop_token_ids", options.stop_token_ids)):
+            if max(ids, default=0) > last:
+                raise InvalidRequest(f"{param} names a token beyond the model's last, {last}", param=param)
 
-def _answer_room(prompt_tokens: int, asked: int | None, context_tokens: int) -> int:
+
+def _or(asked: T | None, default: T) -> T:
+    return default if asked is None else asked
+
+
+def _setting(config: Mapping[str, Any], name: str, default: float, is_valid: Callable[[float], bool]) -> float:
+    value = config.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not is_valid(value):
+        raise StartupError(f"the model's generation_config.json has a {name} that is no number or out of range")
+    return float(value)
+
+
+def _answer_room(prompt_tokens: int, request: ChatRequest, context_tokens: int) -> int:
     """Tokens that the answer may have: what was asked for, as far as the context leaves it."""
     left = context_tokens - prompt_tokens
     if left < 1:
@@ -139,7 +187,7 @@ def _answer_room(prompt_tokens: int, asked: int | None, context_tokens: int) -> 
             f"the prompt has {prompt_tokens} tokens; with one token of answer it must fit into {context_tokens}",
             param="messages",
         )
-    return min(left, DEFAULT_MAX_TOKENS if asked is None else asked)
+    return min(left, _or(request.max_tokens, max(DEFAULT_MAX_TOKENS, request.options.min_tokens)))
 
 
 def _refuse_endless_text(request: ChatRequest, context_tokens: int) -> None:

@@ -41,6 +41,16 @@ class AdmissionQueue:
             raise Overloaded(f"{len(self._line)} requests are waiting already; try again later")
         return await self._wait_in_line(ask)
 
+    async def admit_further(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+        """As `admit`, for another choice of a request that has been admitted: it takes its turn in the line, but a full
+        line does not refuse it, for that would fail what already runs. Few can come: each running request has at most
+        its `n`."""
+        if not self._line:
+            answer = await ask()
+            if answer is not None:
+                return answer
+        return await self._wait_in_line(ask)
+
     def room_may_be_free(self) -> None:
         """Lets the first in line ask again at once. Called when a request has ended."""
         self._room.set()

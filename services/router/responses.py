@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from triptych.core.errors import (
     TriptychError,
     Unauthenticated,
 )
-from triptych.core.plan import Usage
+from triptych.core.plan import Token, Usage
 from triptych.core.timeline import TimelineEvent
 from triptych.core.worker import Role
 
@@ -41,17 +41,44 @@ class Envelope:
             "choices": choices,
         }
 
-    def completion(self, text: str, finish_reason: str, usage: Usage) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._open("chat.completion", [choice]), "usage": usage_json(usage)}
+    def completion(self, choices: list[Json], usage: Usage) -> Json:
+        """`choices` as `choice_json` makes them, in order."""
+        return {**self._open("chat.completion", choices), "usage": usage_json(usage)}
 
-    def chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def chunk(self, index: int, delta: Json, finish_reason: str | None, logprobs: Json | None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._open("chat.completion.chunk", [choice])
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return {**self._open("chat.completion.chunk", []), "usage": usage_json(usage)}
+        return {**self.bare_chunk(), "usage": usage_json(usage)}
+
+    def bare_chunk(self) -> Json:
+        """Says nothing of any choice."""
+        return self._open("chat.completion.chunk", [])
+
+
+def choice_json(index: int, text: str, finish_reason: str, logprobs: Json | None) -> Json:
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def logprobs_json(tokens: Iterable[Token], token_bytes: Callable[[int], bytes]) -> Json:
+    """`choices[].logprobs`. A token that is only a part of a character has U+FFFD as its text and its true bytes.
+
+    Raises TriptychError when a worker left the log probabilities out.
+    """
+    return {"content": [_token_json(token, token_bytes) for token in tokens], "refusal": None}
+
+
+def _token_json(token: Token, token_bytes: Callable[[int], bytes]) -> Json:
+    if token.logprobs is None:
+        raise TriptychError("a worker left out the log probabilities that were asked for")
+    top = [_logprob_json(token_bytes(token_id), logprob) for token_id, logprob in token.logprobs.top]
+    return {**_logprob_json(token_bytes(token.id), token.logprobs.logprob), "top_logprobs": top}
+
+
+def _logprob_json(content: bytes, logprob: float) -> Json:
+    return {"token": content.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(content)}
 
 
 def usage_json(usage: Usage) -> Json:

@@ -14,19 +14,21 @@ class Stopwatch:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._arrived_ns = timeline.clock.monotonic_ns()
-        self._last_token_ns: int | None = None
+        self._last_token_ns: dict[int, int] = {}
 
-    def on_tokens(self, count: int) -> None:
-        """`count` tokens have come together; each counts as having taken its share of the time since the last."""
+    def on_tokens(self, choice: int, count: int) -> None:
+        """`count` tokens of one choice have come together; each counts as having taken its share of the time since its
+        last. The time to the first token is that of the first choice."""
         now_ns = self._timeline.clock.monotonic_ns()
-        if self._last_token_ns is None:
+        if not self._last_token_ns:
             metrics.TTFT_SECONDS.observe((now_ns - self._arrived_ns) / _NS)
             self._timeline.add("first_token", now_ns, now_ns)
+        if choice not in self._last_token_ns:
+            self._last_token_ns[choice] = now_ns
             count -= 1
-            self._last_token_ns = now_ns
         for _ in range(count):
-            metrics.INTER_TOKEN_SECONDS.observe((now_ns - self._last_token_ns) / count / _NS)
-        self._last_token_ns = now_ns
+            metrics.INTER_TOKEN_SECONDS.observe((now_ns - self._last_token_ns[choice]) / count / _NS)
+        self._last_token_ns[choice] = now_ns
 
     def on_end(self) -> None:
         now_ns = self._timeline.clock.monotonic_ns()

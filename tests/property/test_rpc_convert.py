@@ -25,6 +25,7 @@ from triptych.core.plan import (
     Plan,
     Sampling,
     Token,
+    TokenLogprobs,
     TokenRange,
     Usage,
 )
@@ -74,13 +75,23 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+biases = st.dictionaries(token_ids, st.floats(-100, 100), max_size=5)
 samplings = st.builds(
     Sampling,
-    st.integers(1, 2**20),
+    st.integers(100, 2**20),
     st.floats(0, 100),
     st.floats(0, 1, exclude_min=True),
     st.integers(0, 2**64 - 1),
     st.frozensets(token_ids, max_size=8),
+    st.none() | st.integers(1, 1_000_000),
+    st.floats(0, 1),
+    st.floats(0, 10, exclude_min=True),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    biases.map(lambda bias: tuple(sorted(bias.items()))),
+    st.integers(0, 100),
+    st.frozensets(token_ids, max_size=4),
+    st.none() | st.integers(0, 20),
 )
 groups = st.lists(st.integers(1, 9), max_size=4).map(
     lambda runs: (GroupRegions(0, 0, tuple(Region(100 * n, run) for n, run in enumerate(runs))),)
@@ -95,7 +106,11 @@ grants = st.builds(
     st.integers(0, 2**64 - 1),
     st.just(()) | groups,
 )
-tokens = st.builds(Token, st.integers(0, 2**20), token_ids)
+some_logprobs = st.floats(-9999, 0)
+token_logprobs = st.builds(
+    TokenLogprobs, some_logprobs, st.lists(st.tuples(token_ids, some_logprobs), max_size=20).map(tuple)
+)
+tokens = st.builds(Token, st.integers(0, 2**20), token_ids, st.none() | token_logprobs)
 usages = st.integers(0, 2**20).flatmap(
     lambda prompt: st.builds(Usage, st.just(prompt), st.integers(0, prompt), st.integers(0, 2**20))
 )
@@ -179,7 +194,10 @@ def test_mutated_messages_parse_or_raise_ours(
     assert back(to(value)) == value  # whatever is let in is within the bounds
     if isinstance(value, Plan):
         check_ranges(value.compact_ids, value.items)
-        assert math.isfinite(value.sampling.temperature) and 0 < value.sampling.top_p <= 1
+        how = value.sampling
+        assert math.isfinite(how.temperature) and 0 < how.top_p <= 1 and 0 <= how.min_p <= 1
+        assert 0 < how.repetition_penalty <= 10 and abs(how.presence_penalty) <= 2 >= abs(how.frequency_penalty)
+        assert how.min_tokens <= how.max_tokens and (how.top_k is None or how.top_k >= 1)
 
 
 PLAN = Plan(
@@ -208,6 +226,38 @@ def edited(edit: Callable[[pb.Plan], object]) -> pb.Plan:
         ("temperature", lambda m: setattr(m.sampling, "temperature", math.inf)),
         ("temperature", lambda m: setattr(m.sampling, "temperature", -0.1)),
         ("temperature", lambda m: setattr(m.sampling, "temperature", 100.1)),
+        *[
+            (field, lambda m, field=field, value=value: setattr(m.sampling, field, value))
+            for field, low, high in [
+                ("min_p", 0.0, 1.0),
+                ("repetition_penalty", 0.0, 10.0),
+                ("presence_penalty", -2.0, 2.0),
+                ("frequency_penalty", -2.0, 2.0),
+            ]
+            for value in (low - 0.1, high + 0.1, 2.0**31, math.nan, math.inf, -math.inf)
+        ],
+        ("repetition_penalty", lambda m: m.sampling.ClearField("repetition_penalty")),
+        *[
+            (field, lambda m, field=field, value=value: setattr(m.sampling, field, value))
+            for field, wrong in [
+                ("top_k", (0, 1_000_001, 2**31)),
+                ("min_tokens", (6, 2**31)),
+                ("num_logprobs", (21, 2**31)),
+            ]
+            for value in wrong
+        ],
+        *[
+            ("logit_bias", lambda m, entry=entry: m.sampling.logit_bias.append(entry))
+            for entry in [
+                *[pb.LogitBias(id=1, bias=bias) for bias in (100.1, -100.1, math.nan, math.inf)],
+                *[pb.LogitBias(id=number) for number in (1_000_000, 2**31)],
+            ]
+        ],
+        ("logit_bias", lambda m: m.sampling.logit_bias.extend([pb.LogitBias(id=2), pb.LogitBias(id=1)])),
+        ("logit_bias", lambda m: m.sampling.logit_bias.extend([pb.LogitBias(id=2)] * 2)),
+        ("logit_bias", lambda m: m.sampling.logit_bias.extend([pb.LogitBias(id=n) for n in range(301)])),
+        ("eos_token_ids", lambda m: m.sampling.eos_token_ids.extend(range(1025))),
+        ("eos_token_ids", lambda m: m.sampling.eos_token_ids.append(1_000_000)),
         ("top_p", lambda m: setattr(m.sampling, "top_p", 0)),
         ("top_p", lambda m: setattr(m.sampling, "top_p", 1.01)),
         ("top_p", lambda m: setattr(m.sampling, "top_p", math.nan)),
@@ -268,6 +318,16 @@ def test_grants_and_workers_are_bounded_too() -> None:
             convert.worker_from_proto(convert.worker_to_proto(replace(worker, **change)))
     with pytest.raises(InvalidRequest):
         convert.worker_from_proto(registry_pb.WorkerRecord())
+
+
+@pytest.mark.parametrize("value", [0.1, -9999.1, math.nan, math.inf, -math.inf])
+def test_log_probabilities_are_bounded(value: float) -> None:
+    for told in (pb.TokenLogprobs(logprob=value), pb.TokenLogprobs(top=[pb.Alternative(id=1, logprob=value)])):
+        with pytest.raises(InvalidRequest):
+            convert.token_from_proto(pb.Token(logprobs=told))
+    many = pb.TokenLogprobs(top=[pb.Alternative(id=1)] * 21)
+    with pytest.raises(InvalidRequest):
+        convert.token_from_proto(pb.Token(logprobs=many))
 
 
 def test_finish_reasons() -> None:

@@ -22,7 +22,7 @@ from services.router.app import Model
 from services.router.chat_service import ChatLimits, ChatService
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
-from services.router.pipeline import Answer, Done, Pipeline
+from services.router.pipeline import Answer, Beside, Done, Pipeline
 from services.router.tasks import owned_task
 from tests.unit.demo_dir import demo_model_dir
 from triptych.core.clock import SystemClock
@@ -43,15 +43,22 @@ class ScriptedPipeline:
         self.drive: Drive = self.say
         self.plans: list[Plan] = []
         self.media: list[Sequence[bytes]] = []
+        self.beside: list[Beside | None] = []
         self.cancelled = asyncio.Event()
 
     @asynccontextmanager
     async def answer(
-        self, plan: Plan, media: Sequence[bytes], request_id: str, timeline: Timeline
+        self,
+        plan: Plan,
+        media: Sequence[bytes],
+        request_id: str,
+        timeline: Timeline | None,
+        beside: Beside | None = None,
     ) -> AsyncIterator[Answer]:
         self.plans.append(plan)
         self.media.append(media)
-        answer = Answer(plan, timeline)
+        self.beside.append(beside)
+        answer = Answer(plan, timeline or Timeline("router", "router", SystemClock()))
         async with owned_task(self._run(answer)):
             yield answer
 
@@ -113,6 +120,7 @@ async def serve(model: Model, strict: bool = False, timeout_s: float = 5.0) -> A
             executor=executor,
             clock=SystemClock(),
             new_detokenizer=model.new_detokenizer,
+            token_bytes=model.token_bytes,
             context_tokens=lambda: 512,
         )
         missing: list[Role] = []

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from services.router.chat_request import parse_chat_request
+from services.router.chat_request import SamplingOptions, parse_chat_request
 from triptych.core.errors import InvalidRequest, ModalityUnsupported, RequestError
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 
@@ -75,7 +76,22 @@ def test_all_that_is_served() -> None:
         *[("temperature", value) for value in (-0.1, 2.1, float("nan"), float("inf"), "1", True)],
         *[("top_p", value) for value in (0, -1, 1.01, float("nan"))],
         *[("seed", value) for value in (2**64, -(2**63) - 1, 1.5, "x")],
-        *[("n", value) for value in (0, 2, 2**31, -1)],
+        *[("n", value) for value in (0, 17, 2**31, -1, 1.5, True)],
+        *[("best_of", value) for value in (2, 0, 17, "1")],
+        *[("logprobs", value) for value in (1, "true", 0)],
+        *[("top_logprobs", value) for value in (-1, 21, 2**31, 1.5, True)],
+        *[("presence_penalty", value) for value in (-2.01, 2.01, 2**31, float("nan"), float("inf"), "1", True)],
+        *[("frequency_penalty", value) for value in (-2.01, 2.01, 2**31, float("nan"), float("-inf"))],
+        *[("repetition_penalty", value) for value in (0, -1, 10.01, 2**31, float("nan"), float("inf"))],
+        *[("top_k", value) for value in (-2, 2**31, 1.5, "5", float("nan"))],
+        *[("min_p", value) for value in (-0.01, 1.01, 2**31, float("nan"))],
+        *[("min_tokens", value) for value in (-1, 2**31, 1.5, float("nan"))],
+        *[("ignore_eos", value) for value in (1, "yes")],
+        *[("stop_token_ids", value) for value in ([-1], [1_000_000], [2**31], [1.5], ["1"], 5, [1] * 65)],
+        *[("logit_bias", value) for value in ({"5": 100.01}, {"5": -101}, {"5": 2**31}, {"5": float("nan")})],
+        *[("logit_bias", value) for value in ({"5": True}, {"5": "1"}, {"5": None}, {"": 1}, {"x": 1}, {"-1": 1})],
+        *[("logit_bias", value) for value in ({"05": 1}, {"5.0": 1}, {"٥": 1}, {"1" * 10: 1}, [], 5)],
+        ("logit_bias", {str(number): 1 for number in range(301)}),
         *[("stop", value) for value in (["x"] * 17, "x" * 257, [1], {}, 5)],
         *[("stream", value) for value in ("yes", 1)],
         ("stream_options", []),
@@ -94,8 +110,91 @@ def test_what_is_out_of_bounds_is_named(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [None, 5, "x", [], [1]])
 def test_a_body_that_is_no_object(value: Any) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"^the body must be a JSON object$"):
         parse_chat_request(value)
+
+
+@pytest.mark.parametrize("fields", [{"stream_options": []}, {"stream_options": 5}, {"messages": [5]}])
+def test_no_message_names_our_classes(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat_request(body(**fields))
+    assert not re.search(r"[a-z][A-Z]", caught.value.message), caught.value.message
+
+
+def test_sampling_options() -> None:
+    request = parse_chat_request(
+        body(
+            n=16,
+            best_of=16,
+            logprobs=True,
+            top_logprobs=20,
+            logit_bias={"12": -100, "3": 0.5},
+            presence_penalty=-2,
+            frequency_penalty=2.0,
+            repetition_penalty=10,
+            top_k=40,
+            min_p=1,
+            max_tokens=7,
+            min_tokens=7,
+            ignore_eos=True,
+            stop_token_ids=[5, 999_999],
+        )
+    )
+    assert request.num_choices == 16
+    assert request.options == SamplingOptions(
+        top_k=40,
+        min_p=1.0,
+        repetition_penalty=10.0,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        logit_bias=((3, 0.5), (12, -100.0)),
+        stop_token_ids=(5, 999_999),
+        min_tokens=7,
+        ignore_eos=True,
+        num_logprobs=20,
+    )
+
+
+def test_nothing_asked_is_nothing_changed() -> None:
+    names = ("n", "best_of", "logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty")
+    names += ("repetition_penalty", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids")
+    for fields in ({}, dict.fromkeys(names)):
+        request = parse_chat_request(body(**fields))
+        assert (request.options, request.num_choices) == (SamplingOptions(), 1)
+
+
+@pytest.mark.parametrize(("top_k", "parsed"), [(-1, 0), (0, 0), (1, 1), (None, None)])
+def test_no_limit_and_the_models_own_limit_are_told_apart(top_k: int | None, parsed: int | None) -> None:
+    assert parse_chat_request(body(top_k=top_k)).options.top_k == parsed
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+def test_log_probabilities(fields: dict[str, Any], count: int | None) -> None:
+    assert parse_chat_request(body(**fields)).options.num_logprobs == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"top_logprobs": 1, "logprobs": False}, "top_logprobs"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 6, "max_completion_tokens": 5, "max_tokens": 9}, "min_tokens"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+    ],
+)
+def test_what_does_not_go_together(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat_request(body(**fields))
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -106,14 +205,6 @@ def test_a_body_that_is_no_object(value: Any) -> None:
         {"functions": [{}]},
         {"response_format": {"type": "json_object"}},
         {"response_format": "x"},
-        {"logprobs": True},
-        {"top_logprobs": 3},
-        {"logit_bias": {"5": 1}},
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": -1},
-        {"top_k": 5},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.1},
         {"modalities": ["text", "audio"]},
     ],
 )

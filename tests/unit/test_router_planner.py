@@ -5,14 +5,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.router.chat_request import ChatRequest
+from services.router.chat_request import ChatRequest, SamplingOptions
 from services.router.image_header import ImageHeader
 from services.router.media import Media
 from services.router.planner import DEFAULT_MAX_TOKENS, Planner, SamplingDefaults
-from triptych.core.errors import RequestTooLarge, StartupError
+from triptych.core.errors import InvalidRequest, RequestTooLarge, StartupError
 from triptych.core.expansion import check_ranges
 from triptych.core.plan import Grid, Modality, TokenRange
 from triptych.model.adapters.base import ItemLayout
@@ -27,6 +28,7 @@ class Model:
 
     fingerprint = b"f" * 32
     eos_token_ids = frozenset({1, 2})
+    vocab_size = 1000
 
     def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
         return ItemLayout(Grid(1, height_px, width_px), (width_px // 10,) * (height_px // 10))
@@ -142,5 +144,88 @@ def test_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert written({"do_sample": False, "temperature": 0.9}) == SamplingDefaults(0.0, 1.0)
     assert written({"do_sample": True, "temperature": 0.9, "top_p": 0.8}) == SamplingDefaults(0.9, 0.8)
     assert written({"do_sample": True}) == SamplingDefaults(1.0, 1.0)
-    with pytest.raises(StartupError):
-        written({"do_sample": True, "temperature": 9})
+    all_of_it = {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05}
+    assert written({"do_sample": True, **all_of_it}) == SamplingDefaults(0.9, 0.8, 20, 0.05, 1.05)
+    greedy = SamplingDefaults(0.0, 1.0, repetition_penalty=1.05)
+    assert written({"do_sample": False, **all_of_it}) == greedy, "a penalty holds for greedy answers too"
+    assert written({"do_sample": True, "top_k": 0, "top_p": None}) == SamplingDefaults(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 9),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", True),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 11),
+        ("repetition_penalty", [1]),
+    ],
+)
+def test_a_default_out_of_range_stops_the_start(tmp_path: Path, name: str, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
+    with pytest.raises(StartupError, match=name):
+        SamplingDefaults.from_model(tmp_path)
+
+
+def asking(**options: Any) -> ChatRequest:
+    return dataclasses.replace(REQUEST, options=SamplingOptions(**options))
+
+
+def test_options_reach_the_plan() -> None:
+    options = {
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": ((3, 1.0), (999, -100.0)),
+        "min_tokens": 4,
+        "num_logprobs": 2,
+    }
+    sampling = planner([5]).plan(asking(**options), [], 100, 9.0).sampling
+    assert {name: getattr(sampling, name) for name in options} == options
+    assert sampling.eos_token_ids == Model.eos_token_ids
+
+
+def test_the_caller_goes_before_the_models_defaults() -> None:
+    plain = planner([5], SamplingDefaults(0.7, 0.9, 20, 0.05, 1.05))
+    defaults = plain.plan(REQUEST, [], 100, 9.0).sampling
+    assert (defaults.top_k, defaults.min_p, defaults.repetition_penalty) == (20, 0.05, 1.05)
+    asked = plain.plan(asking(top_k=0, min_p=0.0, repetition_penalty=1.0), [], 100, 9.0).sampling
+    assert (asked.top_k, asked.min_p, asked.repetition_penalty) == (None, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("top_k", [1000, 5000, 2**31 - 1])
+def test_a_limit_beyond_the_vocabulary_is_none(top_k: int) -> None:
+    assert planner([5]).plan(asking(top_k=top_k), [], 100, 9.0).sampling.top_k is None
+
+
+def test_what_ends_an_answer() -> None:
+    def ends(**options: Any) -> frozenset[int]:
+        sampling = planner([5]).plan(asking(**options), [], 100, 9.0).sampling
+        assert sampling.eos_token_ids == Model.eos_token_ids
+        return sampling.stop_token_ids
+
+    assert ends() == {1, 2}
+    assert ends(stop_token_ids=(7, 2)) == {1, 2, 7}
+    assert ends(ignore_eos=True) == frozenset()
+    assert ends(ignore_eos=True, stop_token_ids=(7, 2)) == {2, 7}
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": ((3, 1.0), (1000, 1.0))}, {"stop_token_ids": (1000, 3)}])
+def test_tokens_that_the_model_does_not_have_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="999") as caught:
+        planner([5]).plan(asking(**options), [], 100, 9.0)
+    assert caught.value.param == next(iter(options))
+
+
+def test_a_minimum_makes_room_and_is_cut_with_it() -> None:
+    long = planner([5]).plan(asking(min_tokens=3000), [], 10_000, 9.0).sampling
+    assert (long.min_tokens, long.max_tokens) == (3000, 3000)
+    cut = planner([5]).plan(asking(min_tokens=3000), [], 100, 9.0).sampling
+    assert (cut.min_tokens, cut.max_tokens) == (99, 99)

@@ -80,3 +80,19 @@ def test_nothing_comes_after_the_stop() -> None:
     assert matcher.stopped
     assert matcher.push("more") == ""
     assert matcher.flush() == ""
+
+
+def test_what_is_passed_over_does_not_stop_but_may_begin_a_stop() -> None:
+    matcher = StopMatcher(["abc"])
+    assert matcher.pass_over("abcab") == "abc"
+    assert not matcher.stopped
+    assert matcher.push("cd") == ""
+    assert matcher.stopped
+
+
+def test_what_was_passed_over_and_came_to_nothing_is_released() -> None:
+    matcher = StopMatcher(["abc"])
+    assert matcher.pass_over("xab") == "x"
+    assert matcher.push("d") == "abd"
+    assert matcher.pass_over("ab") == ""
+    assert matcher.flush() == "ab"

@@ -85,13 +85,38 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 is greedy; `stop_token_ids` includes the model's own end tokens."""
+    """How tokens are chosen; `triptych.model.sampler` says in what order the options act.
+
+    Attributes:
+        temperature: 0 is greedy.
+        seed: of choice 0; choice k samples as choice 0 of seed + k (mod 2^64) would.
+        stop_token_ids: the tokens that end the answer: the caller's, and the model's own unless they are ignored.
+        top_k: None is no limit.
+        logit_bias: (token id, what is added to its logit), by ascending id.
+        min_tokens: until the answer has that many, neither `stop_token_ids` nor `eos_token_ids` can be sampled.
+        eos_token_ids: the model's own end tokens, whether or not they end this answer.
+        num_logprobs: None is no log probabilities; else how many alternatives come with each token.
+    """
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what stands in the prompt or the answer changes the odds."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +142,21 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of a token's probability and of the likeliest alternatives', under the model alone: before
+    bias, penalties, temperature and truncation. `top` holds (token id, logprob), likeliest first, ties by id."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
-    """A sampled token; `index` counts from 0 at the first token of the answer."""
+    """A sampled token; `index` counts from 0 at the first token of the answer. `logprobs` when the plan asks for it."""
 
     index: int
     id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,11 +303,13 @@ class LanguageEngine:
             raise StepFailed from error
         row = 0
         for (sequence, piece), token_id in zip(batch, output.token_ids, strict=True):
+            token: Token | None = None
             if token_id is not None and output.logits is not None:
                 if self._observer is not None:
                     self._observer(sequence.ref, sequence.num_sampled, output.logits[row])
+                token = Token(sequence.num_sampled, token_id, output.logprobs[row])
                 row += 1
-            self._apply(sequence, len(piece.ids), token_id, start_ns)
+            self._apply(sequence, len(piece.ids), token, start_ns)
         metrics.STEP_SECONDS.labels(self._stage).observe((self._clock.monotonic_ns() - start_ns) / 1e9)
         metrics.STEP_TOKENS.labels(self._stage).observe(sum(len(piece.ids) for _, piece in batch))
 
@@ -324,7 +326,7 @@ class LanguageEngine:
                 batch.append((sequence, piece))
         return batch
 
-    def _apply(self, sequence: Sequence, count: int, token_id: int | None, start_ns: int) -> None:
+    def _apply(self, sequence: Sequence, count: int, token: Token | None, start_ns: int) -> None:
         assert sequence.pages is not None
         was_decoding = sequence.phase is Phase.DECODING
         sequence.num_computed += count
@@ -338,8 +340,9 @@ class LanguageEngine:
             self.manager.share(sequence.pages, sequence.ids, sequence.num_computed)
             self._free_consumed(sequence)
             self._push(sequence)
-        if token_id is not None:
-            self._sampled(sequence, sequence.take(token_id), was_decoding)
+        if token is not None:
+            sequence.take(token)
+            self._sampled(sequence, token, was_decoding)
 
     def _sampled(self, sequence: Sequence, token: Token, was_decoding: bool) -> None:
         sequence.sink.tokens([token])

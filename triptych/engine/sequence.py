@@ -17,7 +17,8 @@ from triptych.core.plan import EmbeddingSource, FinishReason, Item, Plan, Token
 from triptych.core.timeline import Timeline
 from triptych.kv.manager import SequencePages
 from triptych.mm.mrope import PositionArray
-from triptych.model.sampler import SampleRow
+from triptych.mm.sentinels import SENTINEL_BASE
+from triptych.model.sampler import SampleRow, TokenHistory
 
 
 class SequenceSink(Protocol):
@@ -66,6 +67,7 @@ class Sequence:
         handoff: where to, once the pages are bound. Nothing runs before.
         num_computed: tokens whose KV is written here; `num_pushed_pages` of them are written there.
         num_sampled: tokens of the answer so far, wherever they were sampled.
+        prompt_vocabulary: the ids that the prompt holds, once each, without sentinels; made when penalties first ask.
     """
 
     ref: AttemptRef
@@ -88,6 +90,7 @@ class Sequence:
     num_pushed_pages: int = 0
     num_pushed_bytes: int = 0
     queued_ns: int = 0
+    prompt_vocabulary: IdArray | None = None
 
     @property
     def num_ready(self) -> int:
@@ -112,14 +115,21 @@ class Sequence:
         return np.full((self.positions.shape[0], count), position, dtype=np.int64)
 
     def sample_row(self) -> SampleRow:
-        return SampleRow(self.plan.sampling, self.ref.choice, self.num_prompt + self.num_sampled)
+        """How the next token is sampled, wherever the ones before it were."""
+        history = self._history() if self.plan.sampling.has_penalties else None
+        position = self.num_prompt + self.num_sampled
+        return SampleRow(self.plan.sampling, self.ref.choice, position, self.num_sampled, history)
 
-    def take(self, token_id: int) -> Token:
+    def _history(self) -> TokenHistory:
+        if self.prompt_vocabulary is None:
+            prompt = np.array(self.ids[: self.num_prompt], dtype=np.int64)
+            self.prompt_vocabulary = np.unique(prompt[prompt < SENTINEL_BASE])
+        return TokenHistory(self.prompt_vocabulary, np.array(self.ids[self.num_prompt :], dtype=np.int64))
+
+    def take(self, token: Token) -> None:
         """Appends a sampled token."""
-        token = Token(self.num_sampled, token_id)
-        self.ids.append(token_id)
+        self.ids.append(token.id)
         self.num_sampled += 1
-        return token
 
     def finish_reason(self, token: Token) -> FinishReason | None:
         """Set when this token ends the answer."""

@@ -10,11 +10,12 @@ import torch
 
 from triptych.core.errors import EmbeddingMissing, MediaMismatch
 from triptych.core.expansion import IdArray
+from triptych.core.plan import TokenLogprobs
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE
 from triptych.model.paged import build_batch
 from triptych.model.parts import EmbeddingLevels, LanguagePart
-from triptych.model.sampler import SampleRow, sample
+from triptych.model.sampler import SampleRow, logprobs, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ class RunSlice:
 
 @dataclass(frozen=True, slots=True)
 class RunOutput:
-    """Sampled id of each slice (None where none was wanted), and the float32 logits behind them."""
+    """Sampled id of each slice (None where none was wanted), the float32 logits behind them (one row for each that was
+    wanted), and the log probabilities of those rows that ask for them."""
 
     token_ids: list[int | None]
     logits: torch.Tensor | None = field(repr=False)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
 class LanguageRunner:
@@ -86,9 +89,10 @@ class LanguageRunner:
             return RunOutput(token_ids, None)
         logits = self.part.logits(hidden[torch.from_numpy(ends[wanted]).to(hidden.device)])
         rows = [piece.sample for piece in slices if piece.sample is not None]
-        for index, token_id in zip(wanted, sample(logits, rows), strict=True):
+        sampled = sample(logits, rows)
+        for index, token_id in zip(wanted, sampled, strict=True):
             token_ids[index] = token_id
-        return RunOutput(token_ids, logits)
+        return RunOutput(token_ids, logits, logprobs(logits, rows, sampled))
 
 
 def check_coverage(piece: RunSlice) -> None:

@@ -6,6 +6,7 @@ below, else it raises InvalidRequest (or MediaMismatch, when an item's ranges do
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from triptych.core.plan import (
     Plan,
     Sampling,
     Token,
+    TokenLogprobs,
     TokenRange,
     Usage,
 )
@@ -43,6 +45,12 @@ MAX_GRID = 2**16
 MAX_MEDIA_BYTES = 2**34
 MAX_PIXELS_PER_SIDE = 2**18
 MAX_STOP_TOKENS = 1024
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 300
+MAX_ALTERNATIVES = 20
+MIN_LOGPROB = -9999.0
 MAX_SALT_BYTES = 64
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_PAGES = 2**26
@@ -172,19 +180,37 @@ def sampling_to_proto(sampling: Sampling) -> pb.Sampling:
         top_p=sampling.top_p,
         seed=sampling.seed,
         stop_token_ids=sorted(sampling.stop_token_ids),
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=[pb.LogitBias(id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        min_tokens=sampling.min_tokens,
+        eos_token_ids=sorted(sampling.eos_token_ids),
+        num_logprobs=sampling.num_logprobs,
     )
 
 
 def sampling_from_proto(message: pb.Sampling) -> Sampling:
     check.at_most("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKENS)
-    if not message.top_p > 0:
-        raise InvalidRequest("top_p must be above 0", param="top_p")
+    check.at_most("eos_token_ids", message.eos_token_ids, MAX_STOP_TOKENS)
+    max_tokens = check.integer("max_tokens", message.max_tokens, 1, MAX_TOKENS)
     return Sampling(
-        max_tokens=check.integer("max_tokens", message.max_tokens, 1, MAX_TOKENS),
+        max_tokens=max_tokens,
         temperature=check.number("temperature", message.temperature, 0.0, 100.0),
-        top_p=check.number("top_p", message.top_p, 0.0, 1.0),
+        top_p=_positive("top_p", message.top_p, 1.0),
         seed=check.integer("seed", message.seed, 0, _INT64),
         stop_token_ids=frozenset(_token_ids("stop_token_ids", message.stop_token_ids)),
+        top_k=check.integer("top_k", message.top_k, 1, MAX_TOKEN_ID + 1) if message.HasField("top_k") else None,
+        min_p=check.number("min_p", message.min_p, 0.0, 1.0),
+        repetition_penalty=_positive("repetition_penalty", message.repetition_penalty, MAX_REPETITION_PENALTY),
+        presence_penalty=check.number("presence_penalty", message.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=check.number("frequency_penalty", message.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        logit_bias=_logit_bias(message.logit_bias),
+        min_tokens=check.integer("min_tokens", message.min_tokens, 0, max_tokens),
+        eos_token_ids=frozenset(_token_ids("eos_token_ids", message.eos_token_ids)),
+        num_logprobs=_num_logprobs(message),
     )
 
 
@@ -303,13 +329,34 @@ def capability_from_proto(value: bytes) -> bytes:
 
 
 def token_to_proto(token: Token) -> pb.Token:
-    return pb.Token(index=token.index, id=token.id)
+    logprobs = None if token.logprobs is None else _logprobs_to_proto(token.logprobs)
+    return pb.Token(index=token.index, id=token.id, logprobs=logprobs)
 
 
 def token_from_proto(message: pb.Token) -> Token:
     return Token(
         check.integer("token.index", message.index, 0, MAX_TOKENS),
         check.integer("token.id", message.id, 0, MAX_TOKEN_ID),
+        _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
+    )
+
+
+def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.Alternative(id=token_id, logprob=logprob) for token_id, logprob in logprobs.top]
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top=top)
+
+
+def _logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    check.at_most("logprobs.top", message.top, MAX_ALTERNATIVES)
+    return TokenLogprobs(
+        check.number("logprobs.logprob", message.logprob, MIN_LOGPROB, 0.0),
+        tuple(
+            (
+                check.integer("logprobs.top.id", entry.id, 0, MAX_TOKEN_ID),
+                check.number("logprobs.top.logprob", entry.logprob, MIN_LOGPROB, 0.0),
+            )
+            for entry in message.top
+        ),
     )
 
 
@@ -430,6 +477,26 @@ def _token_ids(field: str, values: Sequence[int]) -> list[int]:
     if ids and max(ids) > MAX_TOKEN_ID:
         raise InvalidRequest(f"{field} holds a number that is no token", param=field)
     return ids
+
+
+def _positive(field: str, value: float, high: float) -> float:
+    if not value > 0:
+        raise InvalidRequest(f"{field} must be above 0", param=field)
+    return check.number(field, value, 0.0, high)
+
+
+def _logit_bias(entries: Sequence[pb.LogitBias]) -> tuple[tuple[int, float], ...]:
+    check.at_most("logit_bias", entries, MAX_BIASED_TOKENS)
+    ids = _token_ids("logit_bias", [entry.id for entry in entries])
+    if any(first >= second for first, second in itertools.pairwise(ids)):
+        raise InvalidRequest("logit_bias must name each token once, by ascending id", param="logit_bias")
+    return tuple((entry.id, check.number("logit_bias", entry.bias, -MAX_BIAS, MAX_BIAS)) for entry in entries)
+
+
+def _num_logprobs(message: pb.Sampling) -> int | None:
+    if not message.HasField("num_logprobs"):
+        return None
+    return check.integer("num_logprobs", message.num_logprobs, 0, MAX_ALTERNATIVES)
 
 
 def _item_index(message: pb.TimelineEvent) -> int:

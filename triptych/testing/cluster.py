@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from services.router.chat_request import ChatRequest as ApiRequest
+from services.router.chat_request import SamplingOptions
 from services.router.image_header import read_image_header
 from services.router.media import Media
 from services.router.pipeline import Batch, Done, Pipeline
@@ -26,7 +27,7 @@ from services.router.planner import Planner, SamplingDefaults
 from services.router.queue import AdmissionQueue
 from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
-from triptych.core.plan import FinishReason, Modality, Plan
+from triptych.core.plan import FinishReason, Modality, Plan, Token
 from triptych.core.timeline import TimelineEvent
 from triptych.core.topology import kinds_of
 from triptych.core.worker import Role
@@ -45,6 +46,7 @@ Topology = str
 
 MAX_PIXELS = 100_000_000
 TIMEOUT_S = 120.0
+NO_OPTIONS = SamplingOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +60,20 @@ class ChatRequest:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    options: SamplingOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class ChatResult:
-    """What came back. `logits` is float32 (tokens, vocabulary), row i the one that token i was chosen from; empty
-    unless captured."""
+    """What came back: `tokens`, and their ids alone. `logits` is float32 (tokens, vocabulary), row i the one that token
+    i was chosen from; empty unless captured."""
 
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
     cached_tokens: int
     finish_reason: FinishReason
     timeline: tuple[TimelineEvent, ...]
+    tokens: tuple[Token, ...] = ()
 
 
 class LogitsTap:
@@ -161,17 +165,17 @@ class InProcessCluster:
 
     async def generate(self, request: ChatRequest) -> ChatResult:
         plan, request_id = self.plan(request), new_request_id()
-        ids: list[int] = []
+        tokens: list[Token] = []
         reason = FinishReason.ABORT
         async with self.pipeline.answer(plan, request.media, request_id) as answer:
             async for event in answer.events():
                 if isinstance(event, Batch):
-                    ids += [token.id for token in event.tokens]
+                    tokens += event.tokens
                 elif isinstance(event, Done):
                     reason = event.finish_reason
             timeline, cached = tuple(answer.all_events()), answer.progress.cached_tokens
-        logits = self._tap.take(request_id, len(ids)) if self._tap else np.zeros((0, 0), dtype=np.float32)
-        return ChatResult(ids, logits, cached, reason, timeline)
+        logits = self._tap.take(request_id, len(tokens)) if self._tap else np.zeros((0, 0), dtype=np.float32)
+        return ChatResult([token.id for token in tokens], logits, cached, reason, timeline, tuple(tokens))
 
     def plan(self, request: ChatRequest) -> Plan:
         """The router's own planner, with the request's stop tokens in place of the model's."""
@@ -189,11 +193,11 @@ class InProcessCluster:
             stream=False,
             include_usage=False,
             ignored=(),
+            options=request.options,
         )
         plan = self.planner.plan(api, media, self.adapter.max_sequence_tokens, TIMEOUT_S)
-        return dataclasses.replace(
-            plan, sampling=dataclasses.replace(plan.sampling, stop_token_ids=request.stop_token_ids)
-        )
+        stops = request.stop_token_ids | frozenset(request.options.stop_token_ids)
+        return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, stop_token_ids=stops))
 
     def clear_caches(self) -> None:
         """Empties the radix trees and the encoders' embedding caches. Only between requests."""

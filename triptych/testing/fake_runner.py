@@ -65,7 +65,7 @@ class FakeRunner(LanguageRunner):
             self._write(piece)
         tokens = [next_token(self._context(piece)) if piece.sample is not None else None for piece in slices]
         num_sampled = sum(token is not None for token in tokens)
-        return RunOutput(tokens, torch.zeros(num_sampled, 1) if num_sampled else None)
+        return RunOutput(tokens, torch.zeros(num_sampled, 1) if num_sampled else None, [None] * num_sampled)
 
     def _write(self, piece: RunSlice) -> None:
         values: list[Any] = piece.ids.tolist()

@@ -32,8 +32,16 @@ class StopMatcher:
             if complete is not None:
                 self.stopped = True
                 return self._release(index + 1 - len(complete), keep="")
-        certain = len(self._held) - max(self._matched, default=0)
-        return self._release(certain, keep=self._held[certain:])
+        return self._release_certain()
+
+    def pass_over(self, text: str) -> str:
+        """As `push`, for text in which no stop string counts as complete. One that begins in it may end later."""
+        if self.stopped:
+            return ""
+        self._held += text
+        for char in text:
+            self._step(char)
+        return self._release_certain()
 
     def flush(self) -> str:
         """What was held back, when the text has ended without a stop string."""
@@ -52,6 +60,10 @@ class StopMatcher:
                 size = self._borders[which][size - 1]
             self._matched[which] = size
         return complete
+
+    def _release_certain(self) -> str:
+        certain = len(self._held) - max(self._matched, default=0)
+        return self._release(certain, keep=self._held[certain:])
 
     def _release(self, size: int, *, keep: str) -> str:
         released, self._held = self._held[:size], keep

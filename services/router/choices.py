@@ -1,0 +1,132 @@
+"""The choices of one request: n answers to one plan, each with its own text, as one stream of pieces.
+
+The first choice runs alone until its prompt has been prefilled. The others find the prompt in the radix cache then, so
+that no picture is encoded or shipped once more. All end together: one deadline, and the failure of one fails all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from services.router.answer_text import AnswerText, TextPiece
+from services.router.pipeline import Answer, Batch, Beside, Done, Event, Pipeline
+from services.router.stopwatch import Stopwatch
+from services.router.tasks import owned_task, unwrapped_group
+from triptych.core.plan import FinishReason, Plan, Token, Usage
+from triptych.core.timeline import Timeline, TimelineEvent
+from triptych.core.worker import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked. `texts` has one entry a choice."""
+
+    request_id: str
+    plan: Plan
+    media: Sequence[bytes]
+    texts: Sequence[AnswerText]
+    timeline: Timeline
+    stopwatch: Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became certain of one choice. `finish_reason` is set in its last piece."""
+
+    choice: int
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason | None = None
+
+
+class Choices:
+    """Owner of a request's answers while they are made."""
+
+    def __init__(self, pipeline: Pipeline, question: Question) -> None:
+        self._pipeline = pipeline
+        self._question = question
+        self._answers: dict[int, Answer] = {}
+        self._prefilled = asyncio.Event()
+        # At most one entry a token and one end for each choice, so a slow reader never holds a worker back.
+        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces of all choices as they come, those of each in order; or an error is raised. To be iterated once."""
+        num_running = len(self._question.texts)
+        while num_running:
+            piece = await self._pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            num_running -= piece.finish_reason is not None
+            yield piece
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(text.num_tokens for text in self._question.texts)
+
+    def usage(self) -> Usage:
+        """The prompt counts once."""
+        return self._answers[0].usage(self.num_completion_tokens)
+
+    def all_events(self) -> list[TimelineEvent]:
+        """Every stage's rows for all choices so far, by their start."""
+        rows = [event for answer in self._answers.values() for event in answer.all_events()]
+        return sorted(rows, key=lambda event: event.start_ns)
+
+    def workers(self) -> Mapping[Role, Sequence[str]]:
+        """Which served each stage, whatever choice it was."""
+        served: dict[Role, dict[str, None]] = {}
+        for answer in self._answers.values():
+            for role, names in answer.progress.workers.items():
+                served.setdefault(role, {}).update(dict.fromkeys(names))
+        return {role: list(names) for role, names in served.items()}
+
+    async def run(self) -> None:
+        """Until all choices have ended, or one has failed. Every failure is for `pieces` to raise."""
+        try:
+            with unwrapped_group():
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._follow(0, None))
+                    await self._prefilled.wait()
+                    for choice in range(1, len(self._question.texts)):
+                        group.create_task(self._follow(choice, Beside(choice, self._answers[0])))
+        except Exception as error:
+            self._pieces.put_nowait(error)
+
+    async def _follow(self, choice: int, beside: Beside | None) -> None:
+        asked = self._question
+        timeline = None if beside else asked.timeline
+        async with self._pipeline.answer(asked.plan, asked.media, asked.request_id, timeline, beside) as answer:
+            self._answers[choice] = answer
+            async with aclosing(answer.events()) as events:
+                async for event in events:
+                    if self._take(choice, event) is not None:
+                        return
+
+    def _take(self, choice: int, event: Event) -> FinishReason | None:
+        """Why the choice has ended, if it has."""
+        text = self._question.texts[choice]
+        made: TextPiece
+        reason: FinishReason | None
+        match event:
+            case Batch():
+                self._question.stopwatch.on_tokens(choice, len(event.tokens))
+                made, reason = text.push(event.tokens), None
+            case Done():
+                made, reason = text.finish(), event.finish_reason
+        if text.stopped:
+            reason = FinishReason.STOP
+        self._prefilled.set()
+        self._pieces.put_nowait(Piece(choice, made.text, made.tokens, reason))
+        return reason
+
+
+@asynccontextmanager
+async def running_choices(pipeline: Pipeline, question: Question) -> AsyncIterator[Choices]:
+    """Leaving the block cancels all that still runs."""
+    choices = Choices(pipeline, question)
+    async with owned_task(choices.run()):
+        yield choices
