@@ -15,12 +15,14 @@ from triptych.model.paged import PagedBatch
 class VisionPart(Protocol):
     """The tower alone.
 
-    `row_elements` is the width of an embedding row; `num_parameters` counts what was loaded.
+    `row_elements` is the width of an embedding row, `patch_elements` that of a patch; `num_parameters` counts what was
+    loaded.
     """
 
     dtype: torch.dtype
     device: torch.device
     row_elements: int
+    patch_elements: int
     num_parameters: int
 
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:

@@ -40,6 +40,8 @@ class Qwen25Vision:
         self.device = device
         self.dtype = next(model.visual.parameters()).dtype
         self.row_elements = int(cast(Any, model.config).vision_config.out_hidden_size)
+        embedding: Any = model.visual.patch_embed
+        self.patch_elements = int(embedding.in_channels * embedding.temporal_patch_size * embedding.patch_size**2)
         self.num_parameters = count_parameters(model)
 
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:

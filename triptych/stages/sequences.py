@@ -20,6 +20,8 @@ def check_plan(plan: Plan, adapter: Adapter) -> None:
         raise InvalidRequest("the prompt is empty")
     if max(plan.compact_ids) >= adapter.vocab_size:
         raise InvalidRequest("the prompt holds a token that the model does not know")
+    for item in plan.items:
+        adapter.check_layout(item)
     if plan.num_total_tokens > adapter.max_sequence_tokens:
         raise RequestTooLarge(
             f"prompt ({plan.num_prompt_tokens} tokens) and answer ({plan.sampling.max_tokens}) exceed the model's "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from triptych.core.errors import MediaInvalid, ModalityUnsupported, StartupError
+from triptych.core.errors import MediaInvalid, MediaMismatch, ModalityUnsupported, StartupError
 from triptych.core.plan import Grid, Item, Modality
 from triptych.mm.mrope import PositionArray, mrope_positions
 from triptych.model.adapters.base import Adapter, ItemLayout, read_json, required_int
@@ -74,6 +74,15 @@ class Qwen25VLAdapter(Adapter):
         height, width = resized_to_grid(height_px, width_px, unit_px, self.min_pixels, self.max_pixels)
         grid = Grid(1, height // self.patch_px, width // self.patch_px)
         return ItemLayout(grid, (grid.h * grid.w // self.merge_size**2,))
+
+    def check_layout(self, item: Item) -> None:
+        grid, merge = item.grid, self.merge_size
+        rows = grid.t * (grid.h // merge) * (grid.w // merge)
+        if grid.h % merge or grid.w % merge or rows != item.num_tokens or len(item.ranges) != 1:
+            raise MediaMismatch(
+                f"a grid of {grid.t} x {grid.h} x {grid.w} patches cannot give {item.num_tokens} tokens "
+                f"in {len(item.ranges)} ranges"
+            )
 
     def placeholder_id(self, modality: Modality) -> int:
         if modality is not Modality.IMAGE:
