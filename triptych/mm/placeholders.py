@@ -148,10 +148,10 @@ def place_by_pairs(ids: Ids, pairs: Sequence[PairTokens], items: Sequence[ItemRu
         cursor = position + 1
     reader.read_between(cursor, len(array))
     found = reader.finish()
-    if len(found) != len(items):
-        raise MediaMismatch(
-            f"{len(items)} items were given; the prompt holds {len(found)} between start and end tokens"
-        )
+    if len(found) < len(items):
+        raise MediaMismatch(f"item {len(found)}: the prompt holds no start token for it")
+    if len(found) > len(items):
+        raise MediaMismatch(f"the prompt encloses {len(found)} items in start and end tokens; {len(items)} were given")
     for index, (item, (modality, spans)) in enumerate(zip(items, found, strict=True)):
         _check_expected(index, item, modality, spans)
     return _placement(array, [spans for _, spans in found])
