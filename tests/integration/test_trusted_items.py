@@ -1,4 +1,4 @@
-"""Tensors from trusted callers: the answer is the picture's own, and what is wrong with one is told and harms nobody."""
+"""Tensors from trusted callers: the answer is the picture's own, and what is wrong with one harms nobody."""
 
 from __future__ import annotations
 
@@ -388,13 +388,15 @@ async def test_a_wrong_grid_does_not_meet_the_cached_embedding(
 # --- number formats ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("encoder", "others"), [("bfloat16", "float32"), ("float16", "bfloat16")])
 async def test_an_encoder_of_another_number_format_gives_an_error_and_never_an_answer(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, encoder: str, others: str
 ) -> None:
+    """The second pair has rows of one size, so that nothing but the layout tells them apart."""
     common = InProcessCluster._common
 
     def mixed(self: InProcessCluster, worker_id: str) -> Any:
-        chosen = "bfloat16" if worker_id.startswith("encoder") else "float32"
+        chosen = encoder if worker_id.startswith("encoder") else others
         return dataclasses.replace(common(self, worker_id), dtype=chosen)
 
     monkeypatch.setattr(InProcessCluster, "_common", mixed)
