@@ -264,7 +264,8 @@ class Attempt:
     async def _encode(self, worker: WorkerInfo, prefill: WorkerInfo, share: Mapping[int, Item]) -> None:
         self._progress.add_worker(Role.ENCODER, worker)
         media = {index: self._job.media[index] for index in share}
-        job = calls.EncodeJob(self._job.ref, prefill, share, media, self._job.plan.model_fingerprint)
+        plan = self._job.plan
+        job = calls.EncodeJob(self._job.ref, prefill, share, media, plan.model_fingerprint, plan.cache_salt)
         try:
             with self._blaming(worker, receiver=prefill):
                 done = await calls.encode(self._channels, worker, job, timeout_s=self._job.remaining_s())

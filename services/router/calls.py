@@ -138,6 +138,7 @@ class EncodeJob:
     items: Mapping[int, Item]
     media: Mapping[int, bytes]
     model_fingerprint: bytes
+    cache_salt: bytes = b""
 
 
 async def encode(channels: ChannelPool, worker: WorkerInfo, job: EncodeJob, timeout_s: float) -> StageDone:
@@ -168,6 +169,7 @@ def _encode_start(job: EncodeJob, timeout_s: float) -> encoder_pb2.EncodeStart:
         ],
         timeout_ms=convert.timeout_to_ms(timeout_s),
         model_fingerprint=job.model_fingerprint,
+        cache_salt=job.cache_salt,
     )
 
 

@@ -19,6 +19,11 @@ _OTHER_MODALITIES = {
     "video": "video",
     "file": "file",
 }
+# Other servers' names for tensors in a request. Ours come over gRPC, from holders of the cluster token (docs/items.md).
+_TENSOR_KINDS = frozenset(
+    {"image_embeds", "video_embeds", "audio_embeds", "precomputed_embedding", "processor_output", "tensor"}
+)
+_TENSOR_FIELDS = frozenset({"feature", "precomputed_embeddings", "pixel_values", "image_embeds"})
 
 
 def parse_messages(
@@ -61,13 +66,23 @@ def _parse_part(part: object, where: str, media: list[MediaReference]) -> TextPa
     if kind == "image_url":
         media.append(MediaReference(_image_uri(part.get("image_url"), f"{where}.image_url"), f"{where}.image_url"))
         return ImagePart()
+    if isinstance(kind, str) and kind in _TENSOR_KINDS:
+        raise _no_tensors(where)
     if isinstance(kind, str) and kind in _OTHER_MODALITIES:
         raise ModalityUnsupported(f"{_OTHER_MODALITIES[kind]} input is not served yet", param=where)
     raise InvalidRequest("the type of a part must be text or image_url", param=f"{where}.type")
 
 
 def _image_uri(value: object, where: str) -> str:
+    if isinstance(value, dict) and (
+        not _TENSOR_FIELDS.isdisjoint(value) or str(value.get("format")).lower() in _TENSOR_KINDS
+    ):
+        raise _no_tensors(where)
     uri = value.get("url") if isinstance(value, dict) else value
     if not isinstance(uri, str):
         raise InvalidRequest("image_url needs a url", param=where)
     return uri.strip()
+
+
+def _no_tensors(where: str) -> InvalidRequest:
+    return InvalidRequest("precomputed inputs are not taken over HTTP; send the picture itself", param=where)

@@ -41,6 +41,9 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_METADATA = frozenset({b"IHDR", b"eXIf", b"tEXt", b"zTXt", b"iTXt"})
 _PNG_EMPTY_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
+# For what cannot be told: a header that is cut short, too.
+_UNKNOWN = "this file's format"
+_RIFF_KINDS = {b"WAVE": "WAV audio", b"AVI ": "AVI video"}
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"})
 _OTHER_MAGIC = (
     (b"%PDF", "PDF"),
@@ -143,11 +146,11 @@ def _name_of(data: bytes) -> str:
         brand = data[8:12]
         return "AVIF" if brand in (b"avif", b"avis") else "HEIC" if brand in _HEIF_BRANDS else "MP4 or QuickTime video"
     if data[:4] == b"RIFF":
-        return "WAV audio" if data[8:12] == b"WAVE" else "AVI video"
+        return _RIFF_KINDS.get(data[8:12], _UNKNOWN)
     for magic, name in _OTHER_MAGIC:
         if data.startswith(magic):
             return name
     head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if head.startswith((b"<svg", b"<?xml", b"<!doctype", b"<!--")) and b"<svg" in head:
         return "SVG"
-    return "HTML or XML" if head.startswith(b"<") else "this file's format"
+    return "HTML or XML" if head.startswith(b"<") else _UNKNOWN

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from triptych.core.plan import Modality
-from triptych.mm.identity import item_hash, item_identity
+from triptych.core.plan import Grid, ItemFormat, Modality
+from triptych.mm.identity import item_hash, item_identity, tensor_identity
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels, sentinel_words
+from triptych.mm.tensor import TensorValue
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "identity.md"
 
@@ -84,6 +85,62 @@ def test_the_published_vectors_follow_from_the_text_alone(vector: Vector) -> Non
     words = hashlib.sha256(b"triptych/sentinel/v1" + identity).hexdigest()
     expected = [1_000_000 + int(words[start : start + 16], 16) % 2**62 for start in (0, 16, 32, 48)]
     assert list(vector.sentinels) == expected
+
+
+# --- published vectors of tensors -------------------------------------------------------------------------------------
+
+
+def read_tensor_vectors() -> list[dict[str, str]]:
+    blocks = re.findall(r"```tensor-vector\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    return [dict(re.findall(r"^(\w+) *= *(.*?) *$", block, re.MULTILINE)) for block in blocks]
+
+
+def text_of(value: str) -> str:
+    return bytes.fromhex(value).decode()
+
+
+def numbers(value: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in value.split())
+
+
+def test_the_document_publishes_vectors_of_tensors() -> None:
+    assert len(read_tensor_vectors()) >= 6
+    assert len({vector["identity"] for vector in read_tensor_vectors()}) == len(read_tensor_vectors())
+
+
+@pytest.mark.parametrize("vector", read_tensor_vectors())
+def test_our_code_gives_the_published_vectors_of_tensors(vector: dict[str, str]) -> None:
+    tensor = TensorValue.from_bytes(text_of(vector["dtype"]), numbers(vector["shape"]), bytes.fromhex(vector["data"]))
+    found = tensor_identity(
+        model_fingerprint=bytes.fromhex(vector["model_fingerprint"]),
+        vision_dtype=text_of(vector["vision_dtype"]),
+        processor_version=text_of(vector["processor_version"]),
+        modality=Modality(text_of(vector["modality"])),
+        processing_key=bytes.fromhex(vector["processing_key"]),
+        tenant_salt=bytes.fromhex(vector["tenant_salt"]),
+        format=ItemFormat(text_of(vector["format"])),
+        grid=Grid(*numbers(vector["grid"])),
+        tensor=tensor,
+    )
+    assert found.hex() == vector["identity"]
+    assert item_hash(found) == int(vector["hash"])
+    assert sentinel_words(found) == numbers(vector["sentinels"])
+
+
+@pytest.mark.parametrize("vector", read_tensor_vectors())
+def test_the_published_vectors_of_tensors_follow_from_the_text_alone(vector: dict[str, str]) -> None:
+    """The document's description in a few lines, without our code."""
+    plain = ("model_fingerprint", "vision_dtype", "processor_version", "modality", "processing_key", "tenant_salt")
+    sizes = [b"".join(n.to_bytes(8, "big") for n in numbers(vector[name])) for name in ("shape", "grid")]
+    parts = [b"triptych/tensor-identity/v1", *(bytes.fromhex(vector[name]) for name in (*plain, "format", "dtype"))]
+    parts += [*sizes, bytes.fromhex(vector["data"])]
+    assert len(parts) == 12
+    found = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+    assert found.hex() == vector["identity"]
+    assert int(vector["identity"][:16], 16) == int(vector["hash"])
+    words = hashlib.sha256(b"triptych/sentinel/v1" + found).hexdigest()
+    expected = [1_000_000 + int(words[start : start + 16], 16) % 2**62 for start in (0, 16, 32, 48)]
+    assert list(numbers(vector["sentinels"])) == expected
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
@@ -160,6 +217,42 @@ def test_moving_a_boundary_between_two_fields_changes_the_identity() -> None:
                 tail = tail if isinstance(tail, bytes) else tail.encode()
             seen.add(identity(**{left: head, right: tail}))
         assert len(seen) == 5, (left, right)
+
+
+def tensor_id(**changed: Any) -> bytes:
+    fields = {name: value for name, value in FIELDS.items() if name != "media"}
+    tensor = changed.pop("tensor", TensorValue.from_array(np.zeros((30, 100), np.float32)))
+    more = {"format": ItemFormat.PRECOMPUTED_EMBEDDING, "grid": Grid(1, 4, 30), "tensor": tensor}
+    return tensor_identity(**{**fields, **more, **changed})
+
+
+def test_tensors_are_told_apart_by_shape_number_format_grid_and_kind() -> None:
+    zeros = bytes(30 * 100 * 4)
+    variants = [
+        tensor_id(),
+        tensor_id(tensor=TensorValue.from_array(np.zeros((100, 30), np.float32))),
+        tensor_id(tensor=TensorValue.from_array(np.zeros((3000,), np.float32))),
+        tensor_id(tensor=TensorValue.from_array(np.zeros((1, 30, 100), np.float32))),
+        tensor_id(tensor=TensorValue.from_array(np.zeros((30, 200), np.float16))),
+        tensor_id(tensor=TensorValue.from_bytes("bfloat16", (30, 200), zeros)),
+        tensor_id(grid=Grid(1, 30, 4)),
+        tensor_id(format=ItemFormat.PROCESSOR_OUTPUT),
+        tensor_id(modality=Modality.VIDEO),
+        tensor_id(tenant_salt=b"other"),
+        tensor_id(model_fingerprint=bytes(31) + b"\1"),
+        tensor_id(processing_key=b"{}"),
+        tensor_id(vision_dtype="bfloat16"),
+        tensor_id(processor_version="Some_Architecture/2"),
+        identity(media=zeros),
+    ]
+    assert len(set(variants)) == len(variants)
+    for each in variants:
+        assert max(sentinel_words(each)) < 2**63
+
+
+def test_negative_zero_is_another_tensor() -> None:
+    """Bytes are hashed, not numbers: equal numbers with other bytes cost a second embedding, never a wrong one."""
+    assert tensor_id(tensor=TensorValue.from_array(np.full((30, 100), -0.0, np.float32))) != tensor_id()
 
 
 def test_a_field_that_contains_another_fields_encoding_does_not_collide() -> None:

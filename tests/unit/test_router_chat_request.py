@@ -254,6 +254,30 @@ def test_other_modalities_are_named(part: dict[str, Any], modality: str) -> None
 
 
 @pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_embeds", "image_embeds": "AAAA"},
+        {"type": "audio_embeds", "audio_embeds": "AAAA"},
+        {"type": "precomputed_embedding", "feature": [[0.0]]},
+        {"type": "processor_output", "pixel_values": [[0.0]]},
+        {"type": "image_url", "image_url": {"url": "data:,x", "format": "precomputed_embedding"}},
+        {"type": "image_url", "image_url": {"format": "PROCESSOR_OUTPUT", "feature": [[0.0]]}},
+        {"type": "image_url", "image_url": {"url": "data:,x", "precomputed_embeddings": [[0.0]]}},
+    ],
+)
+def test_tensors_are_not_taken_over_http(part: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="precomputed inputs are not taken over HTTP") as caught:
+        parse_chat_request(body(messages=[{"role": "user", "content": [part]}]))
+    assert caught.value.http_status == 400
+    assert (caught.value.param or "").startswith("messages.0.content.0")
+
+
+def test_a_picture_that_names_its_file_format_is_taken() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "format": "image/png"}}
+    assert len(parse_chat_request(body(messages=[{"role": "user", "content": [part]}])).media) == 1
+
+
+@pytest.mark.parametrize(
     "message",
     [
         {},

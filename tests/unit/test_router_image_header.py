@@ -132,6 +132,7 @@ OTHERS = {
     "PDF": b"%PDF-1.7\n",
     "TIFF": b"II*\x00" + bytes(40),
     "WAV": b"RIFF\x00\x00\x00\x00WAVE",
+    "AVI": b"RIFF\x00\x00\x00\x00AVI LIST",
     "JPEG XL": b"\xff\x0a" + bytes(20),
     "HTML": b"<html><body>404</body></html>",
     "this file's format": b"hello, this is text",
@@ -150,6 +151,13 @@ def test_real_pictures_of_other_formats_are_not_taken_either() -> None:
     for kind in ("TIFF", "ICO", "PPM", "TGA", "PCX", "AVIF", "JPEG2000", "QOI"):
         with pytest.raises(MediaUnsupported):
             header(encode(Image.new("RGB", (32, 32)), kind))
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_a_header_cut_before_it_says_what_it_is_gets_no_name(size: int) -> None:
+    for data in (b"RIFF\x24\x00\x00\x00WEBP", b"RIFF\x24\x00\x00\x00AVI ", b"RIFF\x24\x00\x00\x00WAVE"):
+        with pytest.raises(MediaUnsupported, match="this file's format is not accepted"):
+            header(data[:size])
 
 
 def test_zero_bytes() -> None:

@@ -29,8 +29,8 @@ from triptych.rpc import server as server_module
 from triptych.rpc.client import ChannelPool, decode_stub, health_stub, registry_stub
 from triptych.rpc.convert import worker_from_proto
 from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError, error_from_rpc
-from triptych.rpc.server import MAX_MESSAGE_BYTES, RpcServer, add_describe
-from triptych.wire.v1 import decode_pb2, decode_pb2_grpc, registry_pb2
+from triptych.rpc.server import MAX_MESSAGE_BYTES, TOKEN_METADATA_KEY, RpcServer, add_describe
+from triptych.wire.v1 import decode_pb2, decode_pb2_grpc, encoder_pb2, encoder_pb2_grpc, registry_pb2
 
 TOKEN = "a-token-for-tests"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -43,17 +43,21 @@ class Decode(decode_pb2_grpc.DecodeServicer):
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.started = asyncio.Event()
+        self.ended = asyncio.Event()
 
     async def Generate(  # noqa: N802 - the name in the proto
         self, request: decode_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.GenerateResponse]:
         async with AbortOnError(context):
-            yield decode_pb2.GenerateResponse()
-            self.started.set()
-            if self.error is None:
-                await asyncio.sleep(60)
-            else:
-                raise self.error
+            try:
+                yield decode_pb2.GenerateResponse()
+                self.started.set()
+                if self.error is None:
+                    await asyncio.sleep(60)
+                else:
+                    raise self.error
+            finally:
+                self.ended.set()
 
 
 class Worker:
@@ -62,6 +66,7 @@ class Worker:
         self.progressing = True
         self.server = RpcServer("127.0.0.1", 0, token=TOKEN, progress=lambda: self.progressing)
         self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.decode)
+        self.server.add(encoder_pb2_grpc.add_EncoderServicer_to_server, Encoder())
         add_describe(self.server, lambda: self.info)
         self.channels = ChannelPool(TOKEN)
         self.info = WorkerInfo("decode-1", 5, frozenset({Role.DECODE}), WorkerState.READY, "127.0.0.1:1")
@@ -131,6 +136,86 @@ async def test_failures_without_detail_have_a_type_too(worker: Worker) -> None:
         await registry_stub(worker.channels, gone).Describe(registry_pb2.DescribeRequest(), timeout=5)
     lost = error_from_rpc(raised.value)
     assert type(lost) is PeerLost and "127.0.0.1" not in lost.message
+
+
+# --- malformed messages ----------------------------------------------------------------------------------------------
+
+GARBAGE = b"\xff\xff\xff\xff\xff"
+METHODS = [
+    ("/triptych.wire.v1.Decode/Generate", "unary_stream"),
+    ("/triptych.wire.v1.Encoder/Encode", "stream_stream"),
+    ("/triptych.wire.v1.WorkerRegistry/Describe", "unary_unary"),
+    ("/grpc.health.v1.Health/Check", "unary_unary"),
+    ("/grpc.health.v1.Health/Watch", "unary_stream"),
+]
+
+
+class Encoder(encoder_pb2_grpc.EncoderServicer):
+    """Answers each request, in a task that reads beside, as the real one does."""
+
+    async def Encode(  # noqa: N802 - the name in the proto
+        self, requests: AsyncIterator[encoder_pb2.EncodeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[encoder_pb2.EncodeResponse]:
+        async with AbortOnError(context):
+            first = await anext(aiter(requests))
+            yield encoder_pb2.EncodeResponse(need_bytes=encoder_pb2.NeedBytes(item_index=first.chunk.item_index))
+            async for request in requests:
+                yield encoder_pb2.EncodeResponse(need_bytes=encoder_pb2.NeedBytes(item_index=request.chunk.item_index))
+
+
+async def answers(worker: Worker, method: str, kind: str, *messages: bytes) -> list[bytes]:
+    """Raw answers to raw messages."""
+    call = getattr(worker.channels.channel(worker.info), kind)(method, None, None)
+    metadata = ((TOKEN_METADATA_KEY, TOKEN),)
+
+    async def sent() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+
+    if kind == "stream_stream":
+        return [answer async for answer in call(sent(), metadata=metadata, timeout=5)]
+    if kind == "unary_stream":
+        return [answer async for answer in call(messages[0], metadata=metadata, timeout=5)]
+    return [await call(messages[0], metadata=metadata, timeout=5)]
+
+
+@pytest.mark.parametrize(("method", "kind"), METHODS)
+async def test_a_message_that_is_no_protobuf_is_the_callers_fault_and_no_traceback(
+    worker: Worker, method: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG), pytest.raises(grpc.aio.AioRpcError) as raised:
+        await answers(worker, method, kind, GARBAGE)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_from_rpc(raised.value)
+    assert type(error) is InvalidRequest and "cannot be read" in error.message
+    assert "Traceback" not in caplog.text and "DecodeError" not in caplog.text
+    assert not worker.decode.started.is_set()
+    assert await worker.health() == NOT_SERVING  # it answers
+
+
+async def test_a_stream_ends_at_the_first_message_that_is_no_protobuf(worker: Worker) -> None:
+    good = encoder_pb2.EncodeRequest(chunk=encoder_pb2.MediaChunk(item_index=7)).SerializeToString()
+    method, kind = METHODS[1]
+    assert len(await answers(worker, method, kind, good, good, good)) == 3
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await answers(worker, method, kind, good, good, GARBAGE, good)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_without_the_token_not_even_that_is_told(worker: Worker) -> None:
+    call = worker.channels.channel(worker.info).unary_unary("/triptych.wire.v1.WorkerRegistry/Describe", None, None)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call(GARBAGE, metadata=((TOKEN_METADATA_KEY, "wrong"),), timeout=5)
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_caller_who_leaves_ends_the_method_behind_the_guard_at_once(worker: Worker) -> None:
+    """Its clean-up must not wait for a garbage collector."""
+    call = decode_stub(worker.channels, worker.info).Generate(decode_pb2.GenerateRequest(), timeout=30)
+    await worker.decode.started.wait()
+    call.cancel()
+    async with asyncio.timeout(5):
+        await worker.decode.ended.wait()
 
 
 # --- token -----------------------------------------------------------------------------------------------------------

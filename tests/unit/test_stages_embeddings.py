@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from triptych.core.errors import Aborted, MediaInvalid, MediaMismatch, PeerLost,
 from triptych.core.plan import EmbeddingSource, Grid, Item, Modality, TokenRange
 from triptych.core.timeline import Timeline
 from triptych.engine.encoder import EncodeEngine
+from triptych.mm.item import MultimodalDataItem, received_item
 from triptych.stages.embeddings import EmbeddingSupply
 
 ROW = 8
@@ -28,6 +30,7 @@ class FakeVision:
     dtype = torch.float32
     device = torch.device("cpu")
     row_elements = ROW
+    patch_elements = 3
     num_parameters = 10
 
     def __init__(self) -> None:
@@ -56,11 +59,15 @@ class Encoder:
     def get(self, red: int, fetch: Any = None, item: Item | None = None) -> asyncio.Task[Any]:
         """A caller that asks for the picture of that colour."""
         wanted = item or picture_item(red)
-        return asyncio.ensure_future(self.supply.get(wanted, 0, fetch or Fetch(red), self.timeline))
+        bring = fetch or Fetch(red)
+        bring.item = wanted
+        return asyncio.ensure_future(self.supply.get(wanted, 0, bring, self.timeline))
 
 
 class Fetch:
     """Brings the media when told to, or fails."""
+
+    item: Item
 
     def __init__(self, red: int, gate: asyncio.Event | None = None, error: Exception | None = None) -> None:
         self.media = png(red)
@@ -68,13 +75,13 @@ class Fetch:
         self.error = error
         self.count = 0
 
-    async def __call__(self) -> bytes:
+    async def __call__(self) -> MultimodalDataItem:
         self.count += 1
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return self.media
+        return received_item(dataclasses.replace(self.item, media_bytes=len(self.media)), self.media)
 
 
 def png(red: int) -> bytes:

@@ -18,6 +18,15 @@ class Modality(enum.Enum):
     AUDIO = "audio"
 
 
+class ItemFormat(enum.Enum):
+    """What an item's data are: the media as they came, what the family's processor made of them, or the embedding
+    itself. The latter two come from trusted callers only (docs/items.md)."""
+
+    NORMAL = "normal"
+    PROCESSOR_OUTPUT = "processor_output"
+    PRECOMPUTED_EMBEDDING = "precomputed_embedding"
+
+
 class EmbeddingSource(enum.Enum):
     """Where the consumer of an embedding got it from (the label of `triptych_embedding_source_total`)."""
 
@@ -63,7 +72,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One picture, video or audio clip. `ranges` ascend and do not overlap; their lengths sum to `num_tokens`."""
+    """One picture, video or audio clip, as every stage knows it; `triptych.mm.item` adds its data.
+
+    `ranges` ascend and do not overlap; their lengths sum to `num_tokens`. `media_bytes` is the size of the data as they
+    cross the wire: the encoded media, or a tensor frame when `format` says so.
+    """
 
     modality: Modality
     identity: bytes
@@ -73,6 +86,7 @@ class Item:
     media_bytes: int = 0
     width_px: int = 0
     height_px: int = 0
+    format: ItemFormat = ItemFormat.NORMAL
 
     @property
     def offset(self) -> int:

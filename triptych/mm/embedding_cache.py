@@ -1,4 +1,4 @@
-"""Bookkeeping of an embedding cache: keyed by (identity, token count), bounded in bytes, least recently used first out.
+"""Bookkeeping of an embedding cache: bounded in bytes, least recently used first out.
 
 Entries are values that own their storage. A reader holds a reference to the value, so evicting an entry never pulls an
 embedding from under a batch that is being assembled.
@@ -7,11 +7,29 @@ embedding from under a batch that is being assembled.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
+from triptych.core.plan import Grid, Item
 
 V = TypeVar("V")
 
-CacheKey = tuple[bytes, int]
+
+class CacheKey(NamedTuple):
+    """What an embedding is kept under.
+
+    The identity names the content. The rest is what a plan *claims* about it, and what this encoder makes of it: a plan
+    with another token count or grid, or an encoder that computes in another number format (`dtype`: "float32"), never
+    meets an entry of this one. It misses, the bytes are fetched, and a wrong claim is found out.
+    """
+
+    identity: bytes
+    num_tokens: int
+    grid: Grid
+    dtype: str
+
+    @classmethod
+    def of(cls, item: Item, dtype: str) -> CacheKey:
+        return cls(item.identity, item.num_tokens, item.grid, dtype)
 
 
 class EmbeddingCache(Generic[V]):
@@ -25,25 +43,25 @@ class EmbeddingCache(Generic[V]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, identity: bytes, num_tokens: int) -> V | None:
-        """The embedding, now the most recently used. One with another token count is another entry."""
-        entry = self._entries.get((identity, num_tokens))
+    def get(self, key: CacheKey) -> V | None:
+        """The embedding, now the most recently used."""
+        entry = self._entries.get(key)
         if entry is None:
             return None
-        self._entries.move_to_end((identity, num_tokens))
+        self._entries.move_to_end(key)
         return entry[0]
 
-    def put(self, identity: bytes, num_tokens: int, value: V, num_bytes: int) -> None:
+    def put(self, key: CacheKey, value: V, num_bytes: int) -> None:
         """Keeps `value`, evicting as needed. One larger than the whole cache is not kept."""
-        self.drop(identity, num_tokens)
+        self.drop(key)
         if num_bytes > self.capacity_bytes:
             return
         self.evict(self.capacity_bytes - num_bytes)
-        self._entries[identity, num_tokens] = (value, num_bytes)
+        self._entries[key] = (value, num_bytes)
         self.num_bytes += num_bytes
 
-    def drop(self, identity: bytes, num_tokens: int) -> None:
-        entry = self._entries.pop((identity, num_tokens), None)
+    def drop(self, key: CacheKey) -> None:
+        entry = self._entries.pop(key, None)
         if entry is not None:
             self.num_bytes -= entry[1]
 

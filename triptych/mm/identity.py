@@ -2,17 +2,21 @@
 
 An identity is SHA-256 over length-prefixed fields, so that no two different field lists hash alike. Everything that
 changes the embedding is in it: weights, vision dtype, processor version, modality, processing parameters, the tenant's
-salt and the *encoded* media bytes (hashing those costs a tenth of hashing pixels). Test vectors: docs/identity.md.
+salt and the *encoded* media bytes (hashing those costs a tenth of hashing pixels), or for a tensor its number format,
+shape, grid and elements. Test vectors: docs/identity.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 
-from triptych.core.plan import IDENTITY_BYTES, Modality
+from triptych.core.plan import IDENTITY_BYTES, Grid, ItemFormat, Modality
+from triptych.mm.tensor import TensorValue
 
 _IDENTITY_TAG = b"triptych/item-identity/v1"
+_TENSOR_TAG = b"triptych/tensor-identity/v1"
 
 
 def item_identity(
@@ -26,7 +30,6 @@ def item_identity(
     media: bytes,
 ) -> bytes:
     """32 bytes that name this media as this model sees it."""
-    digest = hashlib.sha256()
     head = (
         _IDENTITY_TAG,
         model_fingerprint,
@@ -36,12 +39,35 @@ def item_identity(
         processing_key,
         tenant_salt,
     )
-    for part in head:
-        digest.update(struct.pack(">Q", len(part)))
-        digest.update(part)
-    digest.update(struct.pack(">Q", len(media)))
-    digest.update(media)
-    return digest.digest()
+    return _digest((*head, media))
+
+
+def tensor_identity(
+    *,
+    model_fingerprint: bytes,
+    vision_dtype: str,
+    processor_version: str,
+    modality: Modality,
+    processing_key: bytes,
+    tenant_salt: bytes,
+    format: ItemFormat,  # noqa: A002 - the field's name everywhere
+    grid: Grid,
+    tensor: TensorValue,
+) -> bytes:
+    """32 bytes that name a processor's output or an embedding. The grid is part of it: it decides over positions, and
+    the elements do not tell it."""
+    head = (
+        _TENSOR_TAG,
+        model_fingerprint,
+        vision_dtype.encode(),
+        processor_version.encode(),
+        modality.value.encode(),
+        processing_key,
+        tenant_salt,
+    )
+    shape = struct.pack(f">{len(tensor.shape)}Q", *tensor.shape)
+    sizes = struct.pack(">3Q", grid.t, grid.h, grid.w)
+    return _digest((*head, format.value.encode(), tensor.dtype.value.encode(), shape, sizes, tensor.data))
 
 
 def item_hash(identity: bytes) -> int:
@@ -49,3 +75,11 @@ def item_hash(identity: bytes) -> int:
     if len(identity) != IDENTITY_BYTES:
         raise ValueError(f"an identity has {IDENTITY_BYTES} bytes, not {len(identity)}")
     return int.from_bytes(identity[:8], "big")
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(struct.pack(">Q", len(part)))
+        digest.update(part)
+    return digest.digest()

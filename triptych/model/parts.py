@@ -29,13 +29,14 @@ class EmbeddingLevels:
 class VisionPart(Protocol):
     """The tower alone.
 
-    `row_elements` is the width of an embedding row: all its levels, the first one first. `num_parameters` counts what
-    was loaded.
+    `row_elements` is the width of an embedding row: all its levels, the first one first. `patch_elements` is that of a
+    patch. `num_parameters` counts what was loaded.
     """
 
     dtype: torch.dtype
     device: torch.device
     row_elements: int
+    patch_elements: int
     num_parameters: int
 
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:

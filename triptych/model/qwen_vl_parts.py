@@ -53,6 +53,8 @@ class QwenVision:
         weight = next(model.visual.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.row_elements = row_elements
+        embedding: Any = model.visual.patch_embed
+        self.patch_elements = int(embedding.in_channels * embedding.temporal_patch_size * embedding.patch_size**2)
         self.num_parameters = count_parameters(model)
 
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:

@@ -20,6 +20,7 @@ from triptych.core.plan import (
     FinishReason,
     Grid,
     Item,
+    ItemFormat,
     Modality,
     Plan,
     Sampling,
@@ -64,6 +65,11 @@ _MODALITY: dict[pb.Modality, Modality] = {
     pb.MODALITY_VIDEO: Modality.VIDEO,
     pb.MODALITY_AUDIO: Modality.AUDIO,
 }
+_FORMAT: dict[pb.ItemFormat, ItemFormat] = {
+    pb.ITEM_FORMAT_NORMAL: ItemFormat.NORMAL,
+    pb.ITEM_FORMAT_PROCESSOR_OUTPUT: ItemFormat.PROCESSOR_OUTPUT,
+    pb.ITEM_FORMAT_PRECOMPUTED_EMBEDDING: ItemFormat.PRECOMPUTED_EMBEDDING,
+}
 _SOURCE: dict[pb.EmbeddingSource, EmbeddingSource] = {
     pb.EMBEDDING_SOURCE_REMOTE: EmbeddingSource.REMOTE,
     pb.EMBEDDING_SOURCE_CACHE: EmbeddingSource.CACHE,
@@ -86,6 +92,7 @@ _STATE: dict[registry_pb.WorkerState, WorkerState] = {
     registry_pb.WORKER_STATE_DRAINING: WorkerState.DRAINING,
 }
 _MODALITY_TO = {domain: wire for wire, domain in _MODALITY.items()}
+_FORMAT_TO = {domain: wire for wire, domain in _FORMAT.items()}
 _SOURCE_TO = {domain: wire for wire, domain in _SOURCE.items()}
 _FINISH_TO = {domain: wire for wire, domain in _FINISH.items()}
 _ROLE_TO = {domain: wire for wire, domain in _ROLE.items()}
@@ -154,6 +161,7 @@ def item_to_proto(item: Item) -> pb.Item:
         media_bytes=item.media_bytes,
         width_px=item.width_px,
         height_px=item.height_px,
+        format=_FORMAT_TO[item.format],
     )
 
 
@@ -170,6 +178,7 @@ def item_from_proto(message: pb.Item) -> Item:
         media_bytes=check.integer("media_bytes", message.media_bytes, 0, MAX_MEDIA_BYTES),
         width_px=check.integer("width_px", message.width_px, 0, MAX_PIXELS_PER_SIDE),
         height_px=check.integer("height_px", message.height_px, 0, MAX_PIXELS_PER_SIDE),
+        format=check.choice("format", _FORMAT, message.format),
     )
 
 
@@ -229,7 +238,7 @@ def plan_from_proto(message: pb.Plan) -> Plan:
     check.present(message, "sampling")
     check.at_most("compact_ids", message.compact_ids, MAX_TOKENS)
     check.at_most("items", message.items, MAX_ITEMS)
-    check.integer("cache_salt length", len(message.cache_salt), 0, MAX_SALT_BYTES)
+    cache_salt = cache_salt_from_proto(message.cache_salt)
     compact_ids = tuple(_token_ids("compact_ids", message.compact_ids))
     items = tuple(item_from_proto(item) for item in message.items)
     check.integer("prompt length", len(compact_ids), 1, MAX_TOKENS)
@@ -240,9 +249,14 @@ def plan_from_proto(message: pb.Plan) -> Plan:
         items=items,
         sampling=sampling_from_proto(message.sampling),
         timeout_s=timeout_from_ms(message.timeout_ms),
-        cache_salt=message.cache_salt,
+        cache_salt=cache_salt,
         model_fingerprint=check.exact_bytes("model_fingerprint", message.model_fingerprint, FINGERPRINT_BYTES),
     )
+
+
+def cache_salt_from_proto(value: bytes) -> bytes:
+    check.integer("cache_salt length", len(value), 0, MAX_SALT_BYTES)
+    return value
 
 
 def timeout_to_ms(timeout_s: float) -> int:

@@ -16,6 +16,7 @@ from triptych.core.errors import StartupError, Unauthenticated
 from triptych.core.worker import WorkerInfo
 from triptych.rpc.convert import worker_to_proto
 from triptych.rpc.errors import AbortOnError, abort_with
+from triptych.rpc.malformed import MalformedInterceptor
 from triptych.wire.v1 import registry_pb2, registry_pb2_grpc
 
 TOKEN_METADATA_KEY: Final = "x-triptych-token"  # noqa: S105 - the name of a header
@@ -63,7 +64,9 @@ class RpcServer:
         self._progress = progress
         self._wanted = False
         self._health = cast(Any, health).aio.HealthServicer()  # the stubs do not know `aio`
-        self._server = grpc.aio.server(interceptors=[_TokenInterceptor(token)], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[_TokenInterceptor(token), MalformedInterceptor()], options=SERVER_OPTIONS
+        )
         self._poll: asyncio.Task[None] | None = None
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 

@@ -10,22 +10,25 @@ import torch
 
 from triptych.core.clock import Clock
 from triptych.core.errors import MediaMismatch
-from triptych.core.plan import EmbeddingSource, Item
+from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat
 from triptych.core.timeline import Timeline
 from triptych.engine.encoder import EncodeEngine
 from triptych.mm.embedding_cache import CacheKey, EmbeddingCache
+from triptych.mm.item import MultimodalDataItem, check_announced_bytes
+from triptych.mm.tensor import TensorValue
 from triptych.model.picture import decode_picture
 from triptych.obs import metrics
+from triptych.stages.tensors import as_patches, as_rows
 
-FetchMedia = Callable[[], Awaitable[bytes]]
-"""Gets the item's encoded bytes from the router."""
+FetchItem = Callable[[], Awaitable[MultimodalDataItem]]
+"""Gets the item's data from the router, found to be what its identity names."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One computation. `media` is set once its leader has the bytes; from then on it needs the leader no more."""
+    """One computation. `held` is set once its leader has the data; from then on it needs the leader no more."""
 
-    media: asyncio.Future[bytes]
+    held: asyncio.Future[MultimodalDataItem]
     task: asyncio.Task[torch.Tensor]
     waiters: int = field(default=0)
 
@@ -43,6 +46,7 @@ class EmbeddingSupply:
         self._flights: dict[CacheKey, _Flight] = {}
         self._max_pixels = max_pixels
         self._clock = clock
+        self._dtype_name = str(engine.part.dtype).removeprefix("torch.")
 
     @property
     def num_parameters(self) -> int:
@@ -53,16 +57,22 @@ class EmbeddingSupply:
     def row_bytes(self) -> int:
         return self._engine.part.row_elements * self._engine.part.dtype.itemsize
 
+    def check_announced(self, item: Item) -> None:
+        """Raises InvalidRequest for a tensor that cannot have as many bytes as the item announces."""
+        part = self._engine.part
+        is_patches = item.format is ItemFormat.PROCESSOR_OUTPUT
+        check_announced_bytes(item, part.patch_elements if is_patches else part.row_elements)
+
     async def get(
-        self, item: Item, item_index: int, fetch: FetchMedia, timeline: Timeline
+        self, item: Item, item_index: int, fetch: FetchItem, timeline: Timeline
     ) -> tuple[torch.Tensor, EmbeddingSource]:
         """The item's embedding (num_tokens, row_elements) on the host, and whether it was cached.
 
-        Raises MediaInvalid or MediaMismatch; a failure is never cached.
+        Raises MediaInvalid, MediaMismatch or InvalidRequest; a failure is never cached.
         """
-        key = (item.identity, item.num_tokens)
+        key = CacheKey.of(item, self._dtype_name)
         while True:
-            cached = self._cache.get(*key)
+            cached = self._cache.get(key)
             if cached is not None:
                 metrics.EMBEDDING_CACHE_REQUESTS.labels("hit").inc()
                 timeline.add("cache_hit", self._clock.monotonic_ns(), item_index=item_index)
@@ -73,27 +83,25 @@ class EmbeddingSupply:
                     metrics.EMBEDDING_CACHE_REQUESTS.labels("joined").inc()
                     return await self._join(key, flight), EmbeddingSource.CACHE
                 metrics.EMBEDDING_CACHE_REQUESTS.labels("miss").inc()
-                return await self._lead(key, item, item_index, fetch, timeline), EmbeddingSource.REMOTE
+                return await self._lead(key, item_index, fetch, timeline), EmbeddingSource.REMOTE
             except LeaderGone:
                 continue
 
     def clear(self) -> None:
         self._cache.evict(0)
 
-    async def _lead(
-        self, key: CacheKey, item: Item, item_index: int, fetch: FetchMedia, timeline: Timeline
-    ) -> torch.Tensor:
-        media: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._compute(key, item, item_index, media, timeline))
+    async def _lead(self, key: CacheKey, item_index: int, fetch: FetchItem, timeline: Timeline) -> torch.Tensor:
+        held: asyncio.Future[MultimodalDataItem] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._compute(key, item_index, held, timeline))
         task.add_done_callback(_retrieve)
-        flight = self._flights[key] = _Flight(media, task)
+        flight = self._flights[key] = _Flight(held, task)
         try:
             with timeline.span("fetch", item_index=item_index):
-                media.set_result(await fetch())
+                held.set_result(await fetch())
         except BaseException:
-            self._end_flight(key, media)
-            media.set_exception(LeaderGone())
-            media.exception()  # retrieved by the task, if anybody waits for it
+            self._end_flight(key, held)
+            held.set_exception(LeaderGone())
+            held.exception()  # retrieved by the task, if anybody waits for it
             raise
         return await self._join(key, flight)
 
@@ -104,37 +112,48 @@ class EmbeddingSupply:
             return await asyncio.shield(flight.task)
         finally:
             flight.waiters -= 1
-            if flight.waiters == 0 and flight.media.done() and not flight.task.done():
-                self._end_flight(key, flight.media)
+            if flight.waiters == 0 and flight.held.done() and not flight.task.done():
+                self._end_flight(key, flight.held)
                 flight.task.cancel()
 
     async def _compute(
-        self, key: CacheKey, item: Item, item_index: int, media: asyncio.Future[bytes], timeline: Timeline
+        self, key: CacheKey, item_index: int, held: asyncio.Future[MultimodalDataItem], timeline: Timeline
     ) -> torch.Tensor:
-        data = await media
         try:
-            with timeline.span("preprocess", item_index=item_index):
-                pixels, grid = await asyncio.to_thread(self._preprocess, data)
-            if grid != item.grid:
-                raise MediaMismatch("the picture's real size is not the one in its header")
-            encoded = await asyncio.wrap_future(self._engine.submit(pixels, grid))
-            if encoded.rows.shape[0] != item.num_tokens:
-                raise MediaMismatch("the picture's embedding has another length than the prompt")
-            timeline.add("encode", encoded.start_ns, encoded.end_ns, num_tokens=item.num_tokens, item_index=item_index)
-            self._cache.put(*key, encoded.rows, encoded.rows.numel() * encoded.rows.element_size())
+            rows = await self._rows_of(await held, item_index, timeline)
+            self._cache.put(key, rows, rows.numel() * rows.element_size())
             metrics.EMBEDDING_CACHE_BYTES.set(self._cache.num_bytes)
-            return encoded.rows
+            return rows
         finally:
-            self._end_flight(key, media)
+            self._end_flight(key, held)
 
-    def _end_flight(self, key: CacheKey, media: asyncio.Future[bytes]) -> None:
+    async def _rows_of(self, held: MultimodalDataItem, item_index: int, timeline: Timeline) -> torch.Tensor:
+        """(num_tokens, row_elements): by the tower, but for an embedding that was brought along."""
+        part, item = self._engine.part, held.item
+        if held.precomputed_embedding is not None:
+            with timeline.span("preprocess", item_index=item_index):
+                return await asyncio.to_thread(as_rows, held.precomputed_embedding, part.row_elements, part.dtype)
+        with timeline.span("preprocess", item_index=item_index):
+            pixels, grid = await asyncio.to_thread(self._preprocess, held)
+        if grid != item.grid:
+            raise MediaMismatch("the picture's real size is not the one in its header")
+        encoded = await asyncio.wrap_future(self._engine.submit(pixels, grid))
+        if encoded.rows.shape[0] != item.num_tokens:
+            raise MediaMismatch("the picture's embedding has another length than the prompt")
+        timeline.add("encode", encoded.start_ns, encoded.end_ns, num_tokens=item.num_tokens, item_index=item_index)
+        return encoded.rows
+
+    def _end_flight(self, key: CacheKey, held: asyncio.Future[MultimodalDataItem]) -> None:
         """Nobody joins this flight any more; a newer one under the same key stays."""
         flight = self._flights.get(key)
-        if flight is not None and flight.media is media:
+        if flight is not None and flight.held is held:
             del self._flights[key]
 
-    def _preprocess(self, media: bytes) -> tuple[torch.Tensor, object]:
-        return self._engine.part.preprocess(decode_picture(media, self._max_pixels))
+    def _preprocess(self, held: MultimodalDataItem) -> tuple[torch.Tensor, Grid]:
+        if isinstance(held.feature, TensorValue):
+            return as_patches(held.feature, self._engine.part.patch_elements), held.item.grid
+        assert held.feature is not None
+        return self._engine.part.preprocess(decode_picture(held.feature, self._max_pixels))
 
 
 def _retrieve(task: asyncio.Task[torch.Tensor]) -> None:

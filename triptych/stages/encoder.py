@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import grpc
@@ -21,9 +23,11 @@ from triptych.core.errors import (
     TransferRefused,
     TriptychError,
 )
+from triptych.core.expansion import check_own_ranges
 from triptych.core.ids import AttemptRef, WorkerRef
-from triptych.core.plan import EmbeddingSource, Item, Modality
+from triptych.core.plan import EmbeddingSource, Item, ItemFormat, Modality
 from triptych.core.timeline import Timeline
+from triptych.mm.item import MultimodalDataItem, received_item
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
 from triptych.rpc import convert
@@ -84,6 +88,34 @@ class EncoderStage(encoder_pb2_grpc.EncoderServicer):
             except TimeoutError:
                 raise DeadlineExceeded("the pictures were not encoded within the request's time") from None
 
+    def check_item(self, item: Item) -> None:
+        """What can be said before any byte has come. Raises InvalidRequest or MediaMismatch."""
+        check_own_ranges(item, "the item")
+        if item.modality is not Modality.IMAGE:
+            raise InvalidRequest(f"{item.modality.value} input is not served yet")
+        self._adapter.check_layout(item)
+        if item.format is not ItemFormat.NORMAL:
+            self._supply.check_announced(item)
+        elif item.media_bytes > self._max_media_bytes:
+            raise InvalidRequest(
+                f"a picture of {item.media_bytes} bytes exceeds this encoder's limit of {self._max_media_bytes}"
+            )
+
+    def hold(self, item: Item, data: bytes, cache_salt: bytes) -> MultimodalDataItem:
+        """The item with the data that came for it. Hashes them: not for the event loop.
+
+        Raises MediaMismatch when the data are not those that the identity names, so that no cache keeps an embedding
+        under a name that is not its own; InvalidRequest for a tensor that is none.
+        """
+        held = received_item(item, data)
+        if isinstance(held.data, bytes):
+            identity = self._adapter.identity(item.modality, held.data, cache_salt)
+        else:
+            identity = self._adapter.tensor_identity(item.modality, item.format, item.grid, held.data, cache_salt)
+        if not hmac.compare_digest(identity, item.identity):
+            raise MediaMismatch("the bytes that came are not those that the item's identity names")
+        return held
+
     async def _start_of(self, requests: AsyncIterator[pb.EncodeRequest]) -> pb.EncodeStart:
         first = await anext(aiter(requests), None)
         if first is None or first.WhichOneof("kind") != "start":
@@ -106,7 +138,11 @@ class _EncodeRun:
         self._items = {entry.item_index: convert.item_from_proto(entry.item) for entry in start.items}
         self._timeout_s = convert.timeout_from_ms(start.timeout_ms)
         self._timeline = Timeline("encoder", stage._worker.worker_id, stage._clock, self._ref.attempt)
-        self._media = {index: _MediaBuffer(item, stage._max_media_bytes) for index, item in self._items.items()}
+        self._cache_salt = convert.cache_salt_from_proto(start.cache_salt)
+        for index, item in self._items.items():
+            with _named(index):
+                stage.check_item(item)
+        self._media = {index: _MediaBuffer(item) for index, item in self._items.items()}
         self._answers: asyncio.Queue[pb.EncodeResponse | TriptychError] = asyncio.Queue()
 
     async def responses(self, requests: AsyncIterator[pb.EncodeRequest]) -> AsyncIterator[pb.EncodeResponse]:
@@ -139,10 +175,9 @@ class _EncodeRun:
 
     async def _encode(self, link: EmbeddingLink, index: int, item: Item) -> None:
         try:
-            self._answers.put_nowait(await self._encode_item(link, index, item))
-        except RequestError as error:
-            named = type(error)(f"picture {index + 1} of the request: {error.message}", param=error.param or "messages")
-            self._answers.put_nowait(named)
+            with _named(index):
+                answer = await self._encode_item(link, index, item)
+            self._answers.put_nowait(answer)
         except TriptychError as error:
             self._answers.put_nowait(error)
         except Exception:
@@ -150,8 +185,6 @@ class _EncodeRun:
             self._answers.put_nowait(TriptychError("the encoder met an internal error"))
 
     async def _encode_item(self, link: EmbeddingLink, index: int, item: Item) -> pb.EncodeResponse:
-        if item.modality is not Modality.IMAGE:
-            raise InvalidRequest(f"{item.modality.value} input is not served yet")
         start_ns = self._stage._clock.monotonic_ns()
         num_bytes = item.num_tokens * self._stage._supply.row_bytes
         try:
@@ -164,7 +197,7 @@ class _EncodeRun:
         if isinstance(slot, HaveIt):
             self._timeline.add("radix_hit", start_ns, source=slot.source, item_index=index)
             return self._item_done(index, slot.source, 0)
-        rows, source = await self._stage._supply.get(item, index, lambda: self._fetch(index), self._timeline)
+        rows, source = await self._stage._supply.get(item, index, lambda: self._fetch(index, item), self._timeline)
         await self._write(link, index, slot, rows, source)
         return self._item_done(index, source, slot.num_bytes)
 
@@ -185,11 +218,14 @@ class _EncodeRun:
         done = pb.ItemDone(item_index=index, source=convert.source_to_proto(source), num_bytes=num_bytes)
         return pb.EncodeResponse(item_done=done)
 
-    async def _fetch(self, index: int) -> bytes:
+    async def _fetch(self, index: int, item: Item) -> MultimodalDataItem:
+        if not item.media_bytes:
+            raise InvalidRequest("the item is not known here, and no bytes were announced for it")
         if not self._media[index].is_wanted:
             self._media[index].is_wanted = True
             self._answers.put_nowait(pb.EncodeResponse(need_bytes=pb.NeedBytes(item_index=index)))
-        return await self._media[index].complete
+        data = await self._media[index].complete
+        return await asyncio.to_thread(self._stage.hold, item, data, self._cache_salt)
 
     async def _read_media(self, requests: AsyncIterator[pb.EncodeRequest]) -> None:
         """Collects chunks until the router closes its side."""
@@ -205,12 +241,20 @@ class _EncodeRun:
             self._answers.put_nowait(PeerLost("the router stopped in the middle of a picture"))
 
 
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """What is wrong with an item is told together with which one it is."""
+    try:
+        yield
+    except RequestError as error:
+        named = f"picture {index + 1} of the request: {error.message}"
+        raise type(error)(named, param=error.param or "messages") from error
+
+
 class _MediaBuffer:
     """Chunks of one item. `complete` resolves with all of its bytes."""
 
-    def __init__(self, item: Item, max_bytes: int) -> None:
-        if item.media_bytes > max_bytes:
-            raise InvalidRequest(f"a picture of {item.media_bytes} bytes exceeds this encoder's limit of {max_bytes}")
+    def __init__(self, item: Item) -> None:
         self._expected = item.media_bytes
         self._data = bytearray()
         self.is_wanted = False

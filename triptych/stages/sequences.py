@@ -23,6 +23,8 @@ def check_plan(plan: Plan, adapter: Adapter) -> None:
     bias = plan.sampling.logit_bias
     if bias and bias[-1][0] >= adapter.vocab_size:
         raise InvalidRequest("logit_bias names a token that the model does not know", param="logit_bias")
+    for item in plan.items:
+        adapter.check_layout(item)
     if plan.num_total_tokens > adapter.max_sequence_tokens:
         raise RequestTooLarge(
             f"prompt ({plan.num_prompt_tokens} tokens) and answer ({plan.sampling.max_tokens}) exceed the model's "

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from triptych.core.errors import StartupError
 from triptych.core.expansion import IdArray, expand
-from triptych.core.plan import Grid, Item, Modality
-from triptych.mm.identity import item_identity
+from triptych.core.plan import Grid, Item, ItemFormat, Modality
+from triptych.mm.identity import item_identity, tensor_identity
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels
+from triptych.mm.tensor import TensorValue
 from triptych.model.checkpoint_files import CONFIG_FILE, GENERATION_FILE, PROCESSOR_FILE, Table, read_json
 from triptych.model.fingerprint import checkpoint_fingerprint
 
@@ -123,13 +124,44 @@ class Adapter(ABC):
         """The item's identity for this checkpoint (32 bytes)."""
         return item_identity(
             model_fingerprint=self.fingerprint,
-            vision_dtype=str(self.config.get("dtype", "float32")),
+            vision_dtype=self.declared_dtype,
             processor_version=f"{self.architecture}/{self.processor_version}",
             modality=modality,
             processing_key=self.processing_key,
             tenant_salt=tenant_salt,
             media=media,
         )
+
+    def tensor_identity(
+        self,
+        modality: Modality,
+        format: ItemFormat,  # noqa: A002 - the field's name everywhere
+        grid: Grid,
+        tensor: TensorValue,
+        tenant_salt: bytes = b"",
+    ) -> bytes:
+        """The same for a processor's output or an embedding."""
+        return tensor_identity(
+            model_fingerprint=self.fingerprint,
+            vision_dtype=self.declared_dtype,
+            processor_version=f"{self.architecture}/{self.processor_version}",
+            modality=modality,
+            processing_key=self.processing_key,
+            tenant_salt=tenant_salt,
+            format=format,
+            grid=grid,
+            tensor=tensor,
+        )
+
+    @property
+    def declared_dtype(self) -> str:
+        """The number format that config.json names. Not the one that a worker computes in, which the router cannot know
+        and which the keys of a worker's caches and the layouts of its arenas hold (docs/identity.md)."""
+        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+
+    def check_layout(self, item: Item) -> None:  # noqa: B027 - a family may have nothing to check
+        """Raises MediaMismatch when an item's grid and token count cannot belong together. A family that can tell them
+        apart overrides this: what comes from the wire is not to be trusted before."""
 
     def expand(self, compact_ids: Sequence[int], items: Sequence[Item]) -> IdArray:
         """The prompt with every item's rows filled by its sentinels: int64 (prompt_tokens,). Raises MediaMismatch."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import MediaInvalid, ModalityUnsupported
+from triptych.core.errors import MediaInvalid, MediaMismatch, ModalityUnsupported
 from triptych.core.plan import Grid, Item, Modality
 from triptych.mm.mrope import PositionArray, mrope_positions
 from triptych.model.adapters.base import Adapter, ItemLayout
@@ -69,6 +69,15 @@ class QwenVLAdapter(Adapter):
         height, width = resized_to_grid(height_px, width_px, unit_px, self.min_pixels, self.max_pixels)
         grid = Grid(1, height // self.patch_px, width // self.patch_px)
         return ItemLayout(grid, (grid.h * grid.w // self.merge_size**2,))
+
+    def check_layout(self, item: Item) -> None:
+        grid, merge = item.grid, self.merge_size
+        rows = grid.t * (grid.h // merge) * (grid.w // merge)
+        if grid.h % merge or grid.w % merge or rows != item.num_tokens or len(item.ranges) != 1:
+            raise MediaMismatch(
+                f"a grid of {grid.t} x {grid.h} x {grid.w} patches cannot give {item.num_tokens} tokens "
+                f"in {len(item.ranges)} ranges"
+            )
 
     def placeholder_id(self, modality: Modality) -> int:
         if modality is not Modality.IMAGE:

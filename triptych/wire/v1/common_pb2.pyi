@@ -14,6 +14,13 @@ class Modality(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODALITY_VIDEO: _ClassVar[Modality]
     MODALITY_AUDIO: _ClassVar[Modality]
 
+class ItemFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ITEM_FORMAT_UNSPECIFIED: _ClassVar[ItemFormat]
+    ITEM_FORMAT_NORMAL: _ClassVar[ItemFormat]
+    ITEM_FORMAT_PROCESSOR_OUTPUT: _ClassVar[ItemFormat]
+    ITEM_FORMAT_PRECOMPUTED_EMBEDDING: _ClassVar[ItemFormat]
+
 class EmbeddingSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EMBEDDING_SOURCE_UNSPECIFIED: _ClassVar[EmbeddingSource]
@@ -32,6 +39,10 @@ MODALITY_UNSPECIFIED: Modality
 MODALITY_IMAGE: Modality
 MODALITY_VIDEO: Modality
 MODALITY_AUDIO: Modality
+ITEM_FORMAT_UNSPECIFIED: ItemFormat
+ITEM_FORMAT_NORMAL: ItemFormat
+ITEM_FORMAT_PROCESSOR_OUTPUT: ItemFormat
+ITEM_FORMAT_PRECOMPUTED_EMBEDDING: ItemFormat
 EMBEDDING_SOURCE_UNSPECIFIED: EmbeddingSource
 EMBEDDING_SOURCE_REMOTE: EmbeddingSource
 EMBEDDING_SOURCE_CACHE: EmbeddingSource
@@ -73,7 +84,7 @@ class Grid(_message.Message):
     def __init__(self, t: _Optional[int] = ..., h: _Optional[int] = ..., w: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = ("modality", "identity", "num_tokens", "ranges", "grid", "media_bytes", "width_px", "height_px")
+    __slots__ = ("modality", "identity", "num_tokens", "ranges", "grid", "media_bytes", "width_px", "height_px", "format")
     MODALITY_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +93,7 @@ class Item(_message.Message):
     MEDIA_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
     modality: Modality
     identity: bytes
     num_tokens: int
@@ -90,7 +102,8 @@ class Item(_message.Message):
     media_bytes: int
     width_px: int
     height_px: int
-    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., identity: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., media_bytes: _Optional[int] = ..., width_px: _Optional[int] = ..., height_px: _Optional[int] = ...) -> None: ...
+    format: ItemFormat
+    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., identity: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., media_bytes: _Optional[int] = ..., width_px: _Optional[int] = ..., height_px: _Optional[int] = ..., format: _Optional[_Union[ItemFormat, str]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "eos_token_ids", "num_logprobs")

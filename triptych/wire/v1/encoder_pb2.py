@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.wire.v1 import common_pb2 as triptych_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/wire/v1/encoder.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"v\n\rEncodeRequest\x12.\n\x05start\x18\x01 \x01(\x0b\x32\x1d.triptych.wire.v1.EncodeStartH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.triptych.wire.v1.MediaChunkH\x00\x42\x06\n\x04kind\"\xc6\x01\n\x0b\x45ncodeStart\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x15\n\rprefill_epoch\x18\x03 \x01(\x04\x12+\n\x05items\x18\x04 \x03(\x0b\x32\x1c.triptych.wire.v1.EncodeItem\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\"F\n\nEncodeItem\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12$\n\x04item\x18\x02 \x01(\x0b\x32\x16.triptych.wire.v1.Item\">\n\nMediaChunk\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb1\x01\n\x0e\x45ncodeResponse\x12\x31\n\nneed_bytes\x18\x01 \x01(\x0b\x32\x1b.triptych.wire.v1.NeedBytesH\x00\x12/\n\titem_done\x18\x02 \x01(\x0b\x32\x1a.triptych.wire.v1.ItemDoneH\x00\x12\x33\n\x0b\x65ncode_done\x18\x03 \x01(\x0b\x32\x1c.triptych.wire.v1.EncodeDoneH\x00\x42\x06\n\x04kind\"\x1f\n\tNeedBytes\x12\x12\n\nitem_index\x18\x01 \x01(\r\"d\n\x08ItemDone\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x31\n\x06source\x18\x02 \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"?\n\nEncodeDone\x12\x31\n\x08timeline\x18\x01 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent2Z\n\x07\x45ncoder\x12O\n\x06\x45ncode\x12\x1f.triptych.wire.v1.EncodeRequest\x1a .triptych.wire.v1.EncodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/wire/v1/encoder.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"v\n\rEncodeRequest\x12.\n\x05start\x18\x01 \x01(\x0b\x32\x1d.triptych.wire.v1.EncodeStartH\x00\x12-\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1c.triptych.wire.v1.MediaChunkH\x00\x42\x06\n\x04kind\"\xda\x01\n\x0b\x45ncodeStart\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x15\n\rprefill_epoch\x18\x03 \x01(\x04\x12+\n\x05items\x18\x04 \x03(\x0b\x32\x1c.triptych.wire.v1.EncodeItem\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x04\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\"F\n\nEncodeItem\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12$\n\x04item\x18\x02 \x01(\x0b\x32\x16.triptych.wire.v1.Item\">\n\nMediaChunk\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xb1\x01\n\x0e\x45ncodeResponse\x12\x31\n\nneed_bytes\x18\x01 \x01(\x0b\x32\x1b.triptych.wire.v1.NeedBytesH\x00\x12/\n\titem_done\x18\x02 \x01(\x0b\x32\x1a.triptych.wire.v1.ItemDoneH\x00\x12\x33\n\x0b\x65ncode_done\x18\x03 \x01(\x0b\x32\x1c.triptych.wire.v1.EncodeDoneH\x00\x42\x06\n\x04kind\"\x1f\n\tNeedBytes\x12\x12\n\nitem_index\x18\x01 \x01(\r\"d\n\x08ItemDone\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x31\n\x06source\x18\x02 \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"?\n\nEncodeDone\x12\x31\n\x08timeline\x18\x01 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent2Z\n\x07\x45ncoder\x12O\n\x06\x45ncode\x12\x1f.triptych.wire.v1.EncodeRequest\x1a .triptych.wire.v1.EncodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODEREQUEST']._serialized_start=83
   _globals['_ENCODEREQUEST']._serialized_end=201
   _globals['_ENCODESTART']._serialized_start=204
-  _globals['_ENCODESTART']._serialized_end=402
-  _globals['_ENCODEITEM']._serialized_start=404
-  _globals['_ENCODEITEM']._serialized_end=474
-  _globals['_MEDIACHUNK']._serialized_start=476
-  _globals['_MEDIACHUNK']._serialized_end=538
-  _globals['_ENCODERESPONSE']._serialized_start=541
-  _globals['_ENCODERESPONSE']._serialized_end=718
-  _globals['_NEEDBYTES']._serialized_start=720
-  _globals['_NEEDBYTES']._serialized_end=751
-  _globals['_ITEMDONE']._serialized_start=753
-  _globals['_ITEMDONE']._serialized_end=853
-  _globals['_ENCODEDONE']._serialized_start=855
-  _globals['_ENCODEDONE']._serialized_end=918
-  _globals['_ENCODER']._serialized_start=920
-  _globals['_ENCODER']._serialized_end=1010
+  _globals['_ENCODESTART']._serialized_end=422
+  _globals['_ENCODEITEM']._serialized_start=424
+  _globals['_ENCODEITEM']._serialized_end=494
+  _globals['_MEDIACHUNK']._serialized_start=496
+  _globals['_MEDIACHUNK']._serialized_end=558
+  _globals['_ENCODERESPONSE']._serialized_start=561
+  _globals['_ENCODERESPONSE']._serialized_end=738
+  _globals['_NEEDBYTES']._serialized_start=740
+  _globals['_NEEDBYTES']._serialized_end=771
+  _globals['_ITEMDONE']._serialized_start=773
+  _globals['_ITEMDONE']._serialized_end=873
+  _globals['_ENCODEDONE']._serialized_start=875
+  _globals['_ENCODEDONE']._serialized_end=938
+  _globals['_ENCODER']._serialized_start=940
+  _globals['_ENCODER']._serialized_end=1030
 # @@protoc_insertion_point(module_scope)

@@ -16,20 +16,22 @@ class EncodeRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[EncodeStart, _Mapping]] = ..., chunk: _Optional[_Union[MediaChunk, _Mapping]] = ...) -> None: ...
 
 class EncodeStart(_message.Message):
-    __slots__ = ("ref", "prefill_worker_id", "prefill_epoch", "items", "timeout_ms", "model_fingerprint")
+    __slots__ = ("ref", "prefill_worker_id", "prefill_epoch", "items", "timeout_ms", "model_fingerprint", "cache_salt")
     REF_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ref: _common_pb2.AttemptRef
     prefill_worker_id: str
     prefill_epoch: int
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
     timeout_ms: int
     model_fingerprint: bytes
-    def __init__(self, ref: _Optional[_Union[_common_pb2.AttemptRef, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_epoch: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., model_fingerprint: _Optional[bytes] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, ref: _Optional[_Union[_common_pb2.AttemptRef, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_epoch: _Optional[int] = ..., items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., model_fingerprint: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
     __slots__ = ("item_index", "item")
