@@ -27,6 +27,7 @@ _ROUTER = {
     "max_queue",
     "request_timeout_s",
 }
+_DOCTOR = {"json"}
 _WORKERS = {"worker_id", "metrics_port", "insecure_network", "device", "dtype", "threads"}
 _VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}
 _LANGUAGE = {
@@ -40,4 +41,4 @@ _LANGUAGE = {
     "step_tokens",
 }
 
-SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _ROUTER | _WORKERS | _VISION | _LANGUAGE)
+SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _DOCTOR | _ROUTER | _WORKERS | _VISION | _LANGUAGE)
