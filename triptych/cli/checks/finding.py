@@ -65,3 +65,7 @@ def size(num_bytes: float) -> str:
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.1f} {name}"
     return f"{num_bytes:.0f} bytes"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

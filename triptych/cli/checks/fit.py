@@ -11,7 +11,7 @@ from triptych.cli.checks.finding import Finding, fail, ok, size, warn
 from triptych.cli.checks.host import available_bytes
 from triptych.cli.checks.machine import Machine
 from triptych.cli.checks.workers import Wanted
-from triptych.kv.allocator import PageAllocator
+from triptych.kv.allocator import RESERVED_PAGES
 
 if TYPE_CHECKING:
     from triptych.cli.checks.checkpoint import Parts
@@ -73,7 +73,7 @@ def pool_tokens(adapter: Adapter, worker: Wanted) -> int:
     """Tokens that the worker's pool can hold; zero when it is too small to start."""
     page_bytes = worker.sizes.page_tokens * token_bytes(adapter, worker.dtype)
     num_pages = worker.sizes.kv_pool_bytes // page_bytes
-    return PageAllocator(num_pages).num_usable * worker.sizes.page_tokens if num_pages >= SMALLEST_POOL_PAGES else 0
+    return (num_pages - RESERVED_PAGES) * worker.sizes.page_tokens if num_pages >= SMALLEST_POOL_PAGES else 0
 
 
 def kv_pool(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from triptych.cli.checks.finding import Finding, fail, ok, size, warn
+from triptych.cli.checks.finding import Finding, counted, fail, ok, size, warn
 from triptych.cli.checks.machine import Machine
 
 # Triton's kernels and bfloat16 need Ampere.
@@ -19,17 +19,18 @@ def torch_and_gpu(machine: Machine) -> Finding:
     if not devices and not torch.gpus:
         return ok("gpu", f"none: CPU only (torch {torch.version})")
     driver = _driver(machine)
+    here = f"{counted(len(devices), 'NVIDIA device file')} (driver {driver})"
     if torch.cuda_build is None:
         return warn(
             "gpu",
-            f"{len(devices)} NVIDIA device files (driver {driver}), but torch {torch.version} was built for the CPU",
+            f"{here}, but torch {torch.version} was built for the CPU",
             "install the CUDA build: pip install --force-reinstall torch from the index that PyTorch's 'Get started' "
             "page names for this driver; or leave it, and workers stay on the CPU",
         )
     if not torch.gpus:
         return warn(
             "gpu",
-            f"{len(devices)} NVIDIA device files (driver {driver}), but torch {torch.version} finds no GPU",
+            f"{here}, but torch {torch.version} finds no GPU",
             f"run nvidia-smi: the driver must support CUDA {torch.cuda_build}; start containers with --gpus all",
         )
     shown = ", ".join(_shown(gpu.name, gpu.free_bytes, gpu.total_bytes, gpu.capability) for gpu in torch.gpus)

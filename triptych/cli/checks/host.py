@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from triptych.cli.checks.cgroup import cpu_quota, memory_limit
-from triptych.cli.checks.finding import Finding, fail, ok, size, warn
+from triptych.cli.checks.finding import Finding, counted, fail, ok, size, warn
 from triptych.cli.checks.machine import Machine
 
 OLDEST_PYTHON = (3, 11)
@@ -32,7 +32,7 @@ def cores(machine: Machine, num_workers: int, threads: int) -> Finding:
     quota = cpu_quota(machine)
     usable = machine.cores if quota is None else min(machine.cores, quota)
     found = f"{machine.cores} cores" + (f", of which a quota leaves {quota:.3g}" if usable < machine.cores else "")
-    found += f"; {_count(num_workers, 'worker')} of {_count(threads, 'thread')}"
+    found += f"; {counted(num_workers, 'worker')} of {counted(threads, 'thread')}"
     fair = max(1, int(usable) // num_workers)
     if threads > fair and num_workers * threads > usable:
         return warn("cores", found, f"give triptych up --threads {fair}: threads that wait for a core slow each other")
@@ -105,7 +105,3 @@ def _has_bfloat16(machine: Machine) -> bool:
         (rest.split() for name, _, rest in (line.partition(":") for line in lines) if name.strip() in names), []
     )
     return bool({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"} & set(words))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

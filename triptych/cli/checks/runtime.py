@@ -15,24 +15,15 @@ SOCKET_NAME_BYTES = 48
 
 
 def runtime_folder(path: Path) -> Finding:
-    name_bytes = len(os.fsencode(path)) + 1 + SOCKET_NAME_BYTES
-    if name_bytes > SOCKET_PATH_BYTES:
-        most = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - 1
-        todo = f"give a shorter --runtime-dir, of at most {most} bytes"
-        return warn("runtime folder", f"{path} is too long for the sockets of some transports", todo)
-    if not os.path.lexists(path):
-        return _to_be_made(path)
-    try:
-        for folder in (path, path / "workers"):
-            if os.path.lexists(folder):
-                check_private(folder, "folder", "0700")
-        if os.path.lexists(path / "token"):
-            check_private(path / "token", "file", "0600")
-    except StartupError as error:
-        return fail("runtime folder", error.message, f"do that, or give another --runtime-dir than {path}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        return fail("runtime folder", f"{path} cannot be written to", f"run: chmod 0700 {path}")
-    return ok("runtime folder", f"{path}, private to this user")
+    found = f"{path}, private to this user" if os.path.lexists(path) else f"{path}, to be made at the first start"
+    fault = _fault(path) if os.path.lexists(path) else _fault_above(path)
+    if fault is not None:
+        return fault
+    most_bytes = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - 1
+    if len(os.fsencode(path)) > most_bytes:
+        todo = f"give a shorter --runtime-dir, of at most {most_bytes} bytes"
+        return warn("runtime folder", f"{found}; too long for the sockets of some transports", todo)
+    return ok("runtime folder", found)
 
 
 def records(path: Path) -> Finding:
@@ -46,9 +37,25 @@ def records(path: Path) -> Finding:
     return warn("records", f"of dead workers in {path}: {', '.join(dead)}", todo)
 
 
-def _to_be_made(path: Path) -> Finding:
+def _fault(path: Path) -> Finding | None:
+    """Of a folder that is there."""
+    try:
+        for folder in (path, path / "workers"):
+            if os.path.lexists(folder):
+                check_private(folder, "folder", "0700")
+        if os.path.lexists(path / "token"):
+            check_private(path / "token", "file", "0600")
+    except StartupError as error:
+        return fail("runtime folder", error.message, f"do that, or give another --runtime-dir than {path}")
+    if not os.access(path, os.W_OK | os.X_OK):
+        return fail("runtime folder", f"{path} cannot be written to", f"run: chmod 0700 {path}")
+    return None
+
+
+def _fault_above(path: Path) -> Finding | None:
+    """Of the folder in which it would be made."""
     above = next((folder for folder in path.parents if folder.exists()), Path("/"))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        todo = "give a --runtime-dir in a folder of yours, or set XDG_RUNTIME_DIR to one"
-        return fail("runtime folder", f"{path} cannot be made: {above} is not to be written to", todo)
-    return ok("runtime folder", f"{path}, to be made at the first start")
+    if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+        return None
+    todo = "give a --runtime-dir in a folder of yours, or set XDG_RUNTIME_DIR to one"
+    return fail("runtime folder", f"{path} cannot be made: {above} is not to be written to", todo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from triptych.cli.checks.finding import MIB, Finding, fail, ok, size, warn
+from triptych.cli.checks.finding import MIB, Finding, counted, fail, ok, size, warn
 from triptych.cli.checks.host import available_bytes
 from triptych.cli.checks.machine import Machine
 from triptych.core.errors import StartupError
@@ -42,7 +42,7 @@ def leftovers(machine: Machine) -> Finding:
     held = sum(_size_of(machine, name) for name in names)
     shown = ", ".join(names[:_NAMED_LEFTOVERS]) + (", ..." if len(names) > _NAMED_LEFTOVERS else "")
     todo = f"nothing (the next triptych up removes them), or: rm {' '.join(f'/dev/shm/{name}' for name in names)}"
-    return warn("leftovers", f"{len(names)} segments of dead workers hold {size(held)}: {shown}", todo)
+    return warn("leftovers", f"{counted(len(names), 'segment')} of dead workers, {size(held)}: {shown}", todo)
 
 
 _MOUNT = "docker run --shm-size, or in Kubernetes an emptyDir of medium Memory with a sizeLimit"
