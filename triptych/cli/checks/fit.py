@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from triptych.cli.checks.finding import Finding, fail, ok, size, warn
 from triptych.cli.checks.host import available_bytes
 from triptych.cli.checks.machine import Machine
 from triptych.cli.checks.workers import Wanted
+from triptych.core.worker import Role
 from triptych.kv.allocator import RESERVED_PAGES
 
 if TYPE_CHECKING:
@@ -23,18 +23,16 @@ LARGEST_SIDE_PX = 10_000
 # Enough for a question and an answer beside the largest picture.
 TALK_TOKENS = 256
 SMALLEST_POOL_PAGES = 2
+# A remedy leaves a pool at least an eighth of what it was.
+SMALLEST_SHARE_SHIFT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a worker takes on the host, shared memory included, and on its GPU.
-
-    `weights` and `pool` are part of one or of both; `pool` is what `kv_pool_bytes` asks for.
-    """
+    """Bytes that a worker takes on the host, shared memory included, and on its GPU. `weights` are part of one."""
 
     name: str
     weights: int
-    pool: int
     host: int
     gpu: int
 
@@ -47,10 +45,9 @@ def need_of(worker: Wanted, parts: Parts, process_bytes: int) -> Need:
     others = process_bytes + worker.sizes.landing_bytes * worker.has_landing
     others += worker.sizes.embedding_cache_bytes * worker.has_vision
     if worker.device == "cpu":
-        return Need(worker.name, weights, pool, weights + pool + others, 0)
-    return Need(
-        worker.name, weights, pool, others + pool * worker.shares_pool, weights + pool
-    )  # others write to a mirror
+        return Need(worker.name, weights, weights + pool + others, 0)
+    mirror = pool * worker.shares_pool  # what other processes write to, on the host
+    return Need(worker.name, weights, others + mirror, weights + pool)
 
 
 def part_sizes(adapter: Adapter, parts: Parts, workers: Sequence[Wanted]) -> Finding:
@@ -118,49 +115,60 @@ def process_bytes(machine: Machine) -> int:
 
 def memory_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:
     """All workers together in the memory of this machine or group."""
-    needs = [need_of(worker, parts, process_bytes(machine)) for worker in workers]
     available = available_bytes(machine)
     if available is None:
         return warn("memory fit", "unknown: the kernel does not say how much memory there is", "mount /proc")
-    sizes = {need.name: need.host for need in needs}
-    pools = {need.name: need.pool for need, w in zip(needs, workers, strict=True) if w.device == "cpu" or w.shares_pool}
-    return _fit("memory fit", "memory", sizes, pools, available, workers)
+    idle = process_bytes(machine)
+    room = _Room("memory", available, lambda worker: need_of(worker, parts, idle).host)
+    return _fit("memory fit", workers, room)
 
 
 def gpu_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:
     """All workers on one GPU, where `device` puts them unless it names others."""
     assert machine.torch is not None
-    sizes = {w.name: need_of(w, parts, 0).gpu for w in workers if w.device == "cuda"}
-    pools = {w.name: w.sizes.kv_pool_bytes for w in workers if w.device == "cuda" and w.has_language}
-    return _fit("GPU fit", "the GPU's memory", sizes, pools, machine.torch.gpus[0].free_bytes, workers)
+    there = [worker for worker in workers if worker.device == "cuda"]
+    room = _Room("the GPU's memory", machine.torch.gpus[0].free_bytes, lambda worker: need_of(worker, parts, 0).gpu)
+    return _fit("GPU fit", there, room)
 
 
-def _fit(
-    name: str, what: str, sizes: dict[str, int], pools: dict[str, int], available: int, workers: Sequence[Wanted]
-) -> Finding:
-    total = sum(sizes.values())
-    shown = ", ".join(f"{worker} {size(num_bytes)}" for worker, num_bytes in sizes.items())
-    if total <= available:
-        return ok(name, f"{shown}: together {size(total)} of {size(available)} available")
-    alone = [worker for worker, num_bytes in sizes.items() if num_bytes > available]
-    largest = alone[0] if alone else max(sizes, key=lambda worker: sizes[worker])
-    found = f"{shown}: together {size(total - available)} more than the {size(available)} of {what} available; "
-    if alone:
-        found += f"{largest} alone is {size(sizes[largest] - available)} too large"
-    else:
-        found += f"the largest is {largest}"
-    return fail(name, found, _smaller(total - available, pools, workers))
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Bytes of some memory, and how many a worker takes of it."""
+
+    what: str
+    available: int
+    taken_by: Callable[[Wanted], int]
+
+    def excess(self, workers: Sequence[Wanted]) -> int:
+        """Negative where all fit."""
+        return sum(map(self.taken_by, workers)) - self.available
 
 
-def _smaller(excess: int, pools: dict[str, int], workers: Sequence[Wanted]) -> str:
-    """The first setting that would help, with its value where it can be computed."""
-    active = [num_bytes for num_bytes in pools.values() if num_bytes]
-    left = (sum(active) - excess) // max(1, len(active))
-    if active and left >= max(active) // 8:
-        pool = 2 ** int(math.log2(left))
-        return f"set kv_pool_bytes to {pool} (TRIPTYCH_KV_POOL_BYTES={pool})"
-    if any(worker.dtype == "float32" for worker in workers):
-        return "set dtype to bfloat16 (TRIPTYCH_DTYPE=bfloat16), which halves weights and KV, or give a smaller --model"
-    if len(workers) > 1:
-        return "use --topology mono, which holds the weights once, give a smaller --model, or use a larger machine"
-    return "give a smaller --model, or use a machine with more memory"
+def _fit(name: str, workers: Sequence[Wanted], room: _Room) -> Finding:
+    shown = ", ".join(f"{worker.name} {size(room.taken_by(worker))}" for worker in workers)
+    excess = room.excess(workers)
+    if excess <= 0:
+        return ok(name, f"{shown}: together {size(room.available + excess)} of {size(room.available)} available")
+    largest = max(workers, key=room.taken_by)
+    too_large = room.taken_by(largest) - room.available
+    found = f"{shown}: together {size(excess)} more than the {size(room.available)} of {room.what} available; "
+    found += f"{largest.name} alone is {size(too_large)} too large" if too_large > 0 else f"largest is {largest.name}"
+    return fail(name, found, _remedy(workers, room))
+
+
+def _remedy(workers: Sequence[Wanted], room: _Room) -> str:
+    """The first change that makes all fit, tried out."""
+    pool_bytes = max(worker.sizes.kv_pool_bytes for worker in workers)
+    for smaller in (pool_bytes >> shift for shift in range(1, SMALLEST_SHARE_SHIFT + 1)):
+        pools = [replace(w, sizes=replace(w.sizes, kv_pool_bytes=min(smaller, w.sizes.kv_pool_bytes))) for w in workers]
+        if room.excess(pools) <= 0:
+            return f"set kv_pool_bytes to {smaller} (TRIPTYCH_KV_POOL_BYTES={smaller})"
+    halved = [replace(worker, dtype="bfloat16") for worker in workers]
+    if room.excess(halved) <= 0:
+        return "set dtype to bfloat16 (TRIPTYCH_DTYPE=bfloat16), which halves the weights"
+    mono = replace(workers[-1], name="mono-0", roles=frozenset(Role))
+    if room.excess([mono]) <= 0:
+        return "use --topology mono, which holds the weights once"
+    if room.excess([replace(mono, dtype="bfloat16")]) <= 0:
+        return "use --topology mono and set dtype to bfloat16 (TRIPTYCH_DTYPE=bfloat16)"
+    return f"give a smaller --model, or find {size(room.excess(workers))} more of {room.what}"

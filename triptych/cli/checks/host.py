@@ -31,7 +31,9 @@ def cores(machine: Machine, num_workers: int, threads: int) -> Finding:
     """`threads`: of each worker, as the launcher would set them."""
     quota = cpu_quota(machine)
     usable = machine.cores if quota is None else min(machine.cores, quota)
-    found = f"{machine.cores} cores" + (f", of which a quota leaves {quota:.3g}" if usable < machine.cores else "")
+    found = counted(machine.cores, "core") + (
+        f", of which a quota leaves {quota:.3g}" if usable < machine.cores else ""
+    )
     found += f"; {counted(num_workers, 'worker')} of {counted(threads, 'thread')}"
     fair = max(1, int(usable) // num_workers)
     if threads > fair and num_workers * threads > usable:
