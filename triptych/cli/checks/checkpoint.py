@@ -100,18 +100,25 @@ def tokenizer(adapter: Adapter) -> Finding:
 
 def _shapes(index: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor, by its name without roots, from headers. Raises StartupError naming a file or tensor."""
-    from triptych.model.loader import opened_shard
-
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in sorted(set(index.values())):
-        names = [name for name, path in index.items() if path == shard]
-        with opened_shard(shard) as file:
-            held = set(file.keys())
-            for name in names:
-                if name not in held:
-                    raise StartupError(f"{shard.name} lacks the tensor {name}, which the list of shards says it has")
-                shapes[_without_roots(name)] = tuple(file.get_slice(name).get_shape())
+        found = _shapes_in(shard)
+        for name in (name for name, path in index.items() if path == shard):
+            if name not in found:
+                raise StartupError(f"{shard.name} lacks the tensor {name}, which the list of shards says it has")
+            shapes[_without_roots(name)] = found[name]
     return shapes
+
+
+def _shapes_in(shard: Path) -> dict[str, tuple[int, ...]]:
+    """Opening checks the file's length against its header, so one cut short is found."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(shard, framework="numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        raise StartupError(f"{shard.name} is missing, cut short or damaged") from None
 
 
 def _empty_model(adapter: Adapter) -> Any:
