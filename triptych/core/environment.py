@@ -27,7 +27,6 @@ _ROUTER = {
     "max_queue",
     "request_timeout_s",
 }
-_DOCTOR = {"json"}
 _WORKERS = {"worker_id", "metrics_port", "insecure_network", "device", "dtype", "threads"}
 _VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}
 _LANGUAGE = {
@@ -40,5 +39,6 @@ _LANGUAGE = {
     "page_tokens",
     "step_tokens",
 }
+_DOCTOR = {"json"}
 
 SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _DOCTOR | _ROUTER | _WORKERS | _VISION | _LANGUAGE)
