@@ -81,3 +81,14 @@ def test_a_taken_metrics_port_is_a_sentence() -> None:
         port = other.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} of 127.0.0.1: .*--metrics-port"):
             metrics.serve_metrics("127.0.0.1", port)
+
+
+def test_what_is_served_is_documented_or_the_clients_own() -> None:
+    """Series by their type's suffixes; in particular no `_created` beside each counter."""
+    metrics.REQUESTS.labels("chat", "200").inc()
+    text, _ = metrics.exposition()
+    served = set(re.findall(r"^(\w+)[ {]", text.decode(), re.MULTILINE))
+    documented = {name for name, *_ in ROW.findall(PAGE.read_text(encoding="utf-8"))}
+    allowed = documented | {f"{name}_{suffix}" for name in documented for suffix in ("bucket", "sum", "count")}
+    assert "triptych_requests_total" in served
+    assert {name for name in served - allowed if not name.startswith(("python_", "process_"))} == set()

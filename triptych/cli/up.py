@@ -23,7 +23,7 @@ from triptych.registry.static import StaticRegistry
 
 def main(argv: Sequence[str]) -> int:
     """Runs until Ctrl-C, SIGTERM or SIGHUP (status 0). Raises StartupError when the cluster cannot start."""
-    settings = load_settings(UpSettings, "up", argv)
+    settings = load_settings(UpSettings, "up", argv, command="triptych up")
     if config := config_path(argv, os.environ):
         os.environ[CONFIG_VARIABLE] = str(config)  # for the children
     model = check_model(settings.model or bundled_model())

@@ -59,5 +59,6 @@ _LANGUAGE = {
     "page_tokens",
     "step_tokens",
 }
+_DOCTOR = {"json"}
 
-SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _ROUTER | _WORKERS | _VISION | _LANGUAGE)
+SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _DOCTOR | _ROUTER | _WORKERS | _VISION | _LANGUAGE)

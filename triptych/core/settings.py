@@ -37,7 +37,12 @@ S = TypeVar("S", bound=SettingsClass)
 
 
 def load_settings(
-    cls: type[S], service: str, argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+    cls: type[S],
+    service: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    command: str | None = None,
 ) -> S:
     """An instance of the frozen dataclass `cls`.
 
@@ -46,6 +51,7 @@ def load_settings(
         service: the TOML table to read, and the name in messages.
         argv: without the program's name; the process's own by default.
         environ: the process's own by default.
+        command: what the user types to come here, for the usage text; `triptych serve SERVICE` by default.
 
     Raises:
         StartupError: a flag, a variable or a key is unknown or malformed, or a required one is missing.
@@ -53,7 +59,8 @@ def load_settings(
     """
     environ = os.environ if environ is None else environ
     settings = _settings_of(cls)
-    flags = _read_flags(settings, service, sys.argv[1:] if argv is None else argv)
+    command = command or f"triptych serve {service}"
+    flags = _read_flags(settings, command, sys.argv[1:] if argv is None else argv)
     variables = _read_environment(settings, environ)
     config = flags.pop("config", None) or environ.get(CONFIG_VARIABLE)
     table = _read_toml(settings, service, Path(config)) if config else {}
@@ -101,9 +108,9 @@ class _Parser(argparse.ArgumentParser):
         raise StartupError(f"{message}; {self.prog} --help lists the flags")
 
 
-def _read_flags(settings: Mapping[str, Setting], service: str, argv: Sequence[str]) -> dict[str, str]:
+def _read_flags(settings: Mapping[str, Setting], command: str, argv: Sequence[str]) -> dict[str, str]:
     """The flags that were given, as text, by field name."""
-    parser = _Parser(prog=service, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(prog=command, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     for setting in settings.values():
         if setting.kind is bool:
@@ -116,8 +123,8 @@ def _read_flags(settings: Mapping[str, Setting], service: str, argv: Sequence[st
     if unknown:
         flags = [setting.flag for setting in settings.values()] + ["--config"]
         raise StartupError(
-            f"{service} does not know {unknown[0]!r}{_suggestion(unknown[0].split('=')[0], flags)}; "
-            f"{service} --help lists the flags"
+            f"{command} does not know {unknown[0]!r}{suggestion(unknown[0].split('=')[0], flags)}; "
+            f"{command} --help lists the flags"
         )
     return dict(vars(known))
 
@@ -134,7 +141,7 @@ def _read_environment(settings: Mapping[str, Setting], environ: Mapping[str, str
             known = [ENVIRONMENT_PREFIX + known.upper() for known in {*settings, *SETTING_NAMES}]
             raise StartupError(
                 f"the environment variable {variable} is no setting of any service"
-                f"{_suggestion(variable, known)}; unset it or correct its name"
+                f"{suggestion(variable, known)}; unset it or correct its name"
             )
     return values
 
@@ -169,7 +176,7 @@ def _toml_values(
             values[name] = parse_toml(settings[name], value, where)
         elif name not in also_known:
             raise StartupError(
-                f"{where} sets {name!r}, which is no setting{_suggestion(name, [*settings, *also_known])}; "
+                f"{where} sets {name!r}, which is no setting{suggestion(name, [*settings, *also_known])}; "
                 "remove it or correct its name"
             )
     return values
@@ -184,6 +191,7 @@ def _require(settings: Mapping[str, Setting], values: Mapping[str, object]) -> N
             )
 
 
-def _suggestion(name: str, known: Collection[str]) -> str:
+def suggestion(name: str, known: Collection[str]) -> str:
+    """ " (did you mean X?)" with the known name that is nearest, or nothing when none is near."""
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -48,7 +48,7 @@ class RuntimeFolder:
         path = self.path / "token"
         if not path.exists():
             _create_once(path, secrets.token_hex(TOKEN_BYTES))
-        _check_private(path, "file", "0600")
+        check_private(path, "file", "0600")
         text = path.read_text(encoding="ascii").strip()
         if len(text) != 2 * TOKEN_BYTES:
             raise StartupError(f"the cluster token {path} is damaged; stop the cluster and remove that file")
@@ -62,11 +62,11 @@ def _make_private(path: Path) -> None:
         raise StartupError(
             f"the runtime folder {path} cannot be made ({error.strerror}); choose another with --runtime-dir"
         ) from error
-    _check_private(path, "folder", "0700")
+    check_private(path, "folder", "0700")
 
 
-def _check_private(path: Path, what: str, mode: str) -> None:
-    """Refuses a link, somebody else's, and one that group or others can enter."""
+def check_private(path: Path, what: str, mode: str) -> None:
+    """Refuses (StartupError) a link, somebody else's, and one that group or others can enter."""
     found = os.lstat(path)
     right_kind = stat.S_ISDIR(found.st_mode) if what == "folder" else stat.S_ISREG(found.st_mode)
     if not right_kind:

@@ -136,6 +136,12 @@ class StaticRegistry:
         return self._parsed[path][1]
 
 
+def find_dead_workers(workers_path: Path) -> list[str]:
+    """The ids that `sweep` would remove: those with a file in the folder and without a living process."""
+    stems = {path.stem for pattern in ("*.json", "*.lock") for path in workers_path.glob(pattern)}
+    return [worker_id for worker_id in sorted(stems) if not is_held(workers_path / f"{worker_id}.lock")]
+
+
 def _write_atomically(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triptych.obs.log import LEVELS
 from triptych.transport.names import TRANSPORT_CHOICES
 
 # More than any machine has, and less than what overflows on the way to the system.
@@ -40,8 +41,8 @@ class WorkerSettings:
     threads: int = field(
         default=0, metadata={"help": "CPU threads for torch; 0 leaves it to torch", "min": 0, "max": 4096}
     )
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
-    log_format: str = field(default="text", metadata={"help": "text or json", "choices": ("text", "json")})
+    log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})
+    log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})
 
 
 @dataclass(frozen=True, kw_only=True)

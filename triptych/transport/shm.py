@@ -26,6 +26,7 @@ import re
 import secrets
 import stat
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -120,23 +121,43 @@ class SharedSegment:
 
 def sweep_dead_segments(*, directory: Path = SHM_DIRECTORY) -> list[str]:
     """Removes the segments of this user whose owner is dead; answers their names."""
+    return [name for name in _segment_names(directory) if _remove_if_dead(directory / name)]
+
+
+def find_dead_segments(*, directory: Path = SHM_DIRECTORY) -> list[str]:
+    """The names of what `sweep_dead_segments` would remove."""
+    found = []
+    for name in _segment_names(directory):
+        with _locked_if_dead(directory / name) as is_dead:
+            if is_dead:
+                found.append(name)
+    return found
+
+
+def _segment_names(directory: Path) -> list[str]:
     try:
-        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+        return sorted(name for name in os.listdir(directory) if _NAME.fullmatch(name))
     except FileNotFoundError:
         return []  # no shared memory here, so nothing was left in it
-    return [name for name in sorted(names) if _remove_if_dead(directory / name)]
 
 
 def _remove_if_dead(path: Path) -> bool:
+    with _locked_if_dead(path) as is_dead:
+        if is_dead:
+            path.unlink(missing_ok=True)
+        return is_dead
+
+
+@contextlib.contextmanager
+def _locked_if_dead(path: Path) -> Iterator[bool]:
+    """Whether the segment's owner is dead; then, until the end of the block, nobody else can take it for his."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return False  # gone meanwhile, or another user's
+        yield False  # gone meanwhile, or another user's
+        return
     try:
-        if os.fstat(fd).st_uid != os.getuid() or not _try_flock(fd) or not _names(path, fd):
-            return False
-        path.unlink(missing_ok=True)
-        return True
+        yield os.fstat(fd).st_uid == os.getuid() and _try_flock(fd) and _names(path, fd)
     finally:
         os.close(fd)
 

@@ -1,0 +1,179 @@
+"""Whether the model fits: memory of each worker, tokens of the KV pools, the largest picture in the landing arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from triptych.cli.checks.finding import Finding, fail, ok, size, warn
+from triptych.cli.checks.host import available_bytes
+from triptych.cli.checks.machine import Machine
+from triptych.cli.checks.workers import Wanted
+from triptych.core.worker import Role
+from triptych.kv.allocator import RESERVED_PAGES
+
+if TYPE_CHECKING:
+    from triptych.cli.checks.checkpoint import Parts
+    from triptych.model.adapters.base import Adapter
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# The router's bound on a picture, as a square.
+LARGEST_SIDE_PX = 10_000
+# Enough for a question and an answer beside the largest picture.
+TALK_TOKENS = 256
+SMALLEST_POOL_PAGES = 2
+# A remedy leaves a pool at least an eighth of what it was.
+SMALLEST_SHARE_SHIFT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a worker takes on the host, shared memory included, and on its GPU. `weights` are part of one."""
+
+    name: str
+    weights: int
+    host: int
+    gpu: int
+
+
+def need_of(worker: Wanted, parts: Parts, process_bytes: int) -> Need:
+    """`process_bytes`: an interpreter with torch and transformers, before any weights."""
+    element = ELEMENT_BYTES[worker.dtype]
+    weights = element * (parts.vision * worker.has_vision + parts.language * worker.has_language)
+    pool = worker.sizes.kv_pool_bytes * worker.has_language
+    others = process_bytes + worker.sizes.landing_bytes * worker.has_landing
+    others += worker.sizes.embedding_cache_bytes * worker.has_vision
+    if worker.device == "cpu":
+        return Need(worker.name, weights, weights + pool + others, 0)
+    mirror = pool * worker.shares_pool  # what other processes write to, on the host
+    return Need(worker.name, weights, others + mirror, weights + pool)
+
+
+def part_sizes(adapter: Adapter, parts: Parts, workers: Sequence[Wanted]) -> Finding:
+    shown = []
+    for dtype in sorted({worker.dtype for worker in workers}):
+        vision, language = (size(ELEMENT_BYTES[dtype] * part) for part in (parts.vision, parts.language))
+        shown.append(
+            f"in {dtype}: vision {vision}, language {language}, {token_bytes(adapter, dtype):,} bytes of KV a token"
+        )
+    return ok("model size", "; ".join(shown))
+
+
+def token_bytes(adapter: Adapter, dtype: str) -> int:
+    """K and V of one token over all layers."""
+    kv = adapter.kv_shape
+    return 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * ELEMENT_BYTES[dtype]
+
+
+def pool_tokens(adapter: Adapter, worker: Wanted) -> int:
+    """Tokens that the worker's pool can hold; zero when it is too small to start."""
+    page_bytes = worker.sizes.page_tokens * token_bytes(adapter, worker.dtype)
+    num_pages = worker.sizes.kv_pool_bytes // page_bytes
+    return (num_pages - RESERVED_PAGES) * worker.sizes.page_tokens if num_pages >= SMALLEST_POOL_PAGES else 0
+
+
+def kv_pool(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:
+    """The smallest pool decides how long a sequence may be."""
+    worker = min((worker for worker in workers if worker.has_language), key=lambda w: pool_tokens(adapter, w))
+    page_bytes = worker.sizes.page_tokens * token_bytes(adapter, worker.dtype)
+    tokens = pool_tokens(adapter, worker)
+    longest = min(tokens, adapter.max_sequence_tokens)
+    found = f"{size(worker.sizes.kv_pool_bytes)} on {worker.name} hold {tokens} tokens; longest sequence {longest}"
+    largest = largest_picture_tokens(adapter)
+    if tokens == 0:
+        least = SMALLEST_POOL_PAGES * page_bytes
+        return fail("KV pool", found, f"set kv_pool_bytes to at least {least} (TRIPTYCH_KV_POOL_BYTES={least})")
+    if tokens < min(adapter.max_sequence_tokens, largest + TALK_TOKENS):
+        pages = -(-min(adapter.max_sequence_tokens, largest + TALK_TOKENS) // worker.sizes.page_tokens) + 1
+        wanted = pages * page_bytes
+        found += f", less than the largest picture ({largest} tokens) and a question"
+        return warn("KV pool", found, f"set kv_pool_bytes to {wanted} or more (TRIPTYCH_KV_POOL_BYTES={wanted})")
+    return ok("KV pool", f"{found} of the model's {adapter.max_sequence_tokens}")
+
+
+def landing(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:
+    """Room for the embedding of the largest picture that the model makes of any."""
+    smallest = min((worker for worker in workers if worker.has_landing), key=lambda worker: worker.sizes.landing_bytes)
+    tokens = largest_picture_tokens(adapter)
+    needed = tokens * _row_elements(adapter) * ELEMENT_BYTES[smallest.dtype]
+    found = f"{size(smallest.sizes.landing_bytes)}; the largest picture is {tokens} tokens, {size(needed)}"
+    if needed > smallest.sizes.landing_bytes:
+        todo = f"set landing_bytes to {needed} or more (TRIPTYCH_LANDING_BYTES={needed}), or send smaller pictures"
+        return warn("landing", found, todo)
+    return ok("landing", found)
+
+
+def largest_picture_tokens(adapter: Adapter) -> int:
+    return adapter.image_layout(LARGEST_SIDE_PX, LARGEST_SIDE_PX).num_tokens
+
+
+def _row_elements(adapter: Adapter) -> int:
+    """Of an embedding; families that give a token several rows say how many more."""
+    return adapter.hidden_size * (1 + int(getattr(adapter, "num_embedding_levels", 0)))
+
+
+def process_bytes(machine: Machine) -> int:
+    """What an idle worker takes, taken from this process: it has imported the same libraries."""
+    return machine.kib_field("proc/self/status", "RssAnon") or 0
+
+
+def memory_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:
+    """All workers together in the memory of this machine or group."""
+    available = available_bytes(machine)
+    if available is None:
+        return warn("memory fit", "unknown: the kernel does not say how much memory there is", "mount /proc")
+    idle = process_bytes(machine)
+    room = _Room("memory", available, lambda worker: need_of(worker, parts, idle).host)
+    return _fit("memory fit", workers, room)
+
+
+def gpu_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:
+    """All workers on one GPU, where `device` puts them unless it names others."""
+    assert machine.torch is not None
+    there = [worker for worker in workers if worker.device == "cuda"]
+    room = _Room("the GPU's memory", machine.torch.gpus[0].free_bytes, lambda worker: need_of(worker, parts, 0).gpu)
+    return _fit("GPU fit", there, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Bytes of some memory, and how many a worker takes of it."""
+
+    what: str
+    available: int
+    taken_by: Callable[[Wanted], int]
+
+    def excess(self, workers: Sequence[Wanted]) -> int:
+        """Negative where all fit."""
+        return sum(map(self.taken_by, workers)) - self.available
+
+
+def _fit(name: str, workers: Sequence[Wanted], room: _Room) -> Finding:
+    shown = ", ".join(f"{worker.name} {size(room.taken_by(worker))}" for worker in workers)
+    excess = room.excess(workers)
+    if excess <= 0:
+        return ok(name, f"{shown}: together {size(room.available + excess)} of {size(room.available)} available")
+    largest = max(workers, key=room.taken_by)
+    too_large = room.taken_by(largest) - room.available
+    found = f"{shown}: together {size(excess)} more than the {size(room.available)} of {room.what} available; "
+    found += f"{largest.name} alone is {size(too_large)} too large" if too_large > 0 else f"largest is {largest.name}"
+    return fail(name, found, _remedy(workers, room))
+
+
+def _remedy(workers: Sequence[Wanted], room: _Room) -> str:
+    """The first change that makes all fit, tried out."""
+    pool_bytes = max(worker.sizes.kv_pool_bytes for worker in workers)
+    for smaller in (pool_bytes >> shift for shift in range(1, SMALLEST_SHARE_SHIFT + 1)):
+        pools = [replace(w, sizes=replace(w.sizes, kv_pool_bytes=min(smaller, w.sizes.kv_pool_bytes))) for w in workers]
+        if room.excess(pools) <= 0:
+            return f"set kv_pool_bytes to {smaller} (TRIPTYCH_KV_POOL_BYTES={smaller})"
+    halved = [replace(worker, dtype="bfloat16") for worker in workers]
+    if room.excess(halved) <= 0:
+        return "set dtype to bfloat16 (TRIPTYCH_DTYPE=bfloat16), which halves the weights"
+    mono = replace(workers[-1], name="mono-0", roles=frozenset(Role))
+    if room.excess([mono]) <= 0:
+        return "use --topology mono, which holds the weights once"
+    if room.excess([replace(mono, dtype="bfloat16")]) <= 0:
+        return "use --topology mono and set dtype to bfloat16 (TRIPTYCH_DTYPE=bfloat16)"
+    return f"give a smaller --model, or find {size(room.excess(workers))} more of {room.what}"

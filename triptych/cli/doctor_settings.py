@@ -1,0 +1,32 @@
+"""What `triptych doctor` can be told: all that `triptych up` can, and what the workers read for themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from triptych.cli.settings import UpSettings
+
+_MAX_BYTES = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorSettings(UpSettings):
+    """None where the service's own default, or its table in the file, holds."""
+
+    json: bool = field(default=False, metadata={"help": "print one JSON object instead of a table"})
+    kv_pool_bytes: int | None = field(
+        default=None, metadata={"help": "KV pool of each worker, in bytes", "min": 1, "max": _MAX_BYTES}
+    )
+    landing_bytes: int | None = field(
+        default=None, metadata={"help": "landing arena for embeddings, in bytes", "min": 4096, "max": _MAX_BYTES}
+    )
+    page_tokens: int | None = field(default=None, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
+    embedding_cache_bytes: int | None = field(default=None, metadata={"help": "embedding cache, in bytes", "min": 0})
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "auto: float32 on CPU, bfloat16 on GPU",
+            "choices": ("auto", "float32", "bfloat16", "float16"),
+        },
+    )
+    device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:N or auto"})
