@@ -54,7 +54,7 @@ verify: verify-parity  ## what is too long for `make test`; reports go to benchm
 	@$(BIN)/python -m scripts.eval_demo_model --json benchmarks/results/eval_demo_model.json --seed 1 --per-type 500
 
 verify-parity: $(STAMP)  ## every parity case against transformers
-	@TRIPTYCH_PARITY=full $(BIN)/python -m pytest -m parity --timeout 3600 tests $(ARGS)
+	@$(BIN)/python -m scripts.verify_parity $(ARGS)
 
 proto: $(STAMP)  ## write the gRPC stubs again
 	@PYTHON=$(BIN)/python scripts/gen_proto.sh

@@ -8,23 +8,21 @@
 
 from __future__ import annotations
 
-import os
 import random
-import secrets
 
 import numpy as np
 import pytest
 
-_SEED = int(os.environ.get("TRIPTYCH_TEST_SEED") or secrets.randbits(31))
+from tests.seed import SEED
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(_SEED)
+        config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(SEED)
 
 
 def pytest_report_header() -> str:
-    return f"random seed: {_SEED} (repeat with TRIPTYCH_TEST_SEED={_SEED})"
+    return f"random seed: {SEED} (repeat with TRIPTYCH_TEST_SEED={SEED})"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -35,11 +33,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    random.seed(_SEED)
-    np.random.seed(_SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
 
 
 @pytest.fixture(scope="session")
 def seed() -> int:
     """The seed of this run of the tests."""
-    return _SEED
+    return SEED

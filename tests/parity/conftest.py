@@ -7,7 +7,6 @@ them, another one each time, chosen by the seed that pytest prints.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.parity import checkpoints
-from tests.parity.prompts import FAMILY, Prompt, make_prompts
+from tests.parity.matrix import MODELS, PROMPTS, PROMPTS_SEED, Shard, prompts_of, sampled_families
+from tests.parity.prompts import Prompt, make_prompts
 from tests.parity.reference import ReferenceModel, one_thread
 
-PROMPTS_SEED = 20_260
-PROMPTS = 200
-TINY_MODELS = tuple(checkpoints.FAMILIES)
+TINY_MODELS = tuple(name for name in MODELS if name != "demo")
 """A random checkpoint of each family."""
 
-MODELS = (*TINY_MODELS, "demo")
+
+def is_full_run() -> bool:
+    return os.environ.get("TRIPTYCH_PARITY") == "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,24 @@ class Extent:
 
     def prompts(self, families: int) -> list[Prompt]:
         """All prompts, or those of `families` families."""
-        every = make_prompts(PROMPTS_SEED, PROMPTS)
         if self.is_full:
-            return every
-        chosen = sorted(random.Random(self.seed).sample(range(PROMPTS // FAMILY), families))
-        return [prompt for family in chosen for prompt in every[family * FAMILY : (family + 1) * FAMILY]]
+            return make_prompts(PROMPTS_SEED, PROMPTS)
+        return prompts_of(sampled_families(self.seed, families))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a run in several shards the first one takes all that is not the matrix."""
     here = Path(__file__).parent
+    is_first = Shard.from_environment().index == 0
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.parity)
+    items[:] = [item for item in items if is_first or "test_parity_matrix[" in item.nodeid]
 
 
 @pytest.fixture(scope="session")
 def extent(seed: int) -> Extent:
-    return Extent(seed, os.environ.get("TRIPTYCH_PARITY") == "full")
+    return Extent(seed, is_full_run())
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -62,6 +63,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    assert set(TINY_MODELS) == set(checkpoints.FAMILIES)
     tiny = {name: checkpoints.make_tiny(name, tmp_path_factory.mktemp(name)) for name in TINY_MODELS}
     return {**tiny, "demo": checkpoints.DEMO_DIR}
 

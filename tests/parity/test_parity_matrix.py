@@ -1,13 +1,12 @@
-"""The cluster against the reference: {a tiny model of each family, demo} x {mono, e-p-d} x {cold, warm} x {alone, 8 at
-a time}.
+"""The cluster against the reference, over models, topologies, transports, caches, concurrency and chunk sizes.
 
-Each group starts one cluster; *cold* asks all its prompts with empty caches, *warm* asks them again. `make
-verify-parity` asks 200 prompts a cell and writes `benchmarks/results/parity.json`; `make test` asks a few families,
-other ones each time.
+Each combo starts one cluster; *cold* asks its prompts with empty caches, *warm* asks them again. `make verify-parity`
+runs every combo and writes `benchmarks/results/parity.json`; `make test` runs a few, other ones each time.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,85 +14,97 @@ from pathlib import Path
 import pytest
 
 from tests.parity.cluster_side import cache_facts, judged, request_of
-from tests.parity.conftest import MODELS, PROMPTS_SEED, Extent
+from tests.parity.conftest import Extent, is_full_run
+from tests.parity.matrix import (
+    HEATS,
+    SAMPLED_FAMILIES,
+    TOPOLOGIES,
+    Combo,
+    Shard,
+    prompts_of,
+    sampled_combos,
+    sampled_families,
+)
 from tests.parity.reference import ReferenceModel
 from tests.parity.report import MatrixReport
-from triptych.core.topology import TOPOLOGIES
+from tests.seed import SEED
 from triptych.testing.cluster import InProcessCluster, Topology
 
-FAMILIES = 2
-CHUNKS = (48, 512)
 SAMPLE_BYTES = 32 << 20
-ROOMY_BYTES = 256 << 20
-"""Holds all 200 prompts of either model, so that a warm cell is warm."""
+ROOMY_BYTES = 96 << 20
+"""Holds all prompts of a combo, so that a warm cell is warm."""
 
 TIGHT_BYTES = 800_000
-"""About 65 pages of the tiny Qwen2.5-VL: three or four prompts at a time, and hardly anything stays cached."""
+"""About 65 pages of a tiny model: three or four prompts at a time, and hardly anything stays cached."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "combo" in metafunc.fixturenames:
+        combos = Shard.from_environment().combos() if is_full_run() else sampled_combos(SEED)
+        metafunc.parametrize("combo", combos, ids=[combo.name for combo in combos])
 
 
 @pytest.fixture(scope="module")
-def report(extent: Extent) -> Iterator[MatrixReport]:
-    collected = MatrixReport(PROMPTS_SEED)
+def report() -> Iterator[MatrixReport]:
+    """A full run leaves its cells where `TRIPTYCH_PARITY_OUT` says."""
+    collected = MatrixReport()
     yield collected
-    if extent.is_full:
-        collected.write()
+    if is_full_run():
+        collected.write_part(Path(os.environ["TRIPTYCH_PARITY_OUT"]))
 
 
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("concurrency", [1, 8], ids=["alone", "8-at-a-time"])
-@pytest.mark.parametrize("topology", ["mono", "e-p-d"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.timeout(900)
 async def test_parity_matrix(
     references: dict[str, ReferenceModel],
     model_dirs: dict[str, Path],
     extent: Extent,
     report: MatrixReport,
-    model: str,
-    topology: Topology,
-    concurrency: int,
+    combo: Combo,
 ) -> None:
-    rng = random.Random(f"{extent.seed}/{model}/{topology}/{concurrency}")
-    prompts, chunk_tokens = extent.prompts(FAMILIES), rng.choice(CHUNKS)
-    reference = references[model]
+    rng = random.Random(f"{extent.seed}/{combo.name}")
+    families = combo.families if extent.is_full else sampled_families(extent.seed, SAMPLED_FAMILIES)
+    prompts = prompts_of(families)
+    reference = references[combo.model]
     for prompt in prompts:
         reference.generate(prompt)  # before any clock of the cluster runs
     async with InProcessCluster(
-        model_dirs[model],
-        topology,
-        chunk_tokens=chunk_tokens,
+        model_dirs[combo.model],
+        combo.topology,
+        transport=combo.transport,
+        chunk_tokens=combo.chunk_tokens,
         capture_logits=True,
         dtype="float32",
         kv_pool_bytes=ROOMY_BYTES if extent.is_full else SAMPLE_BYTES,
     ) as cluster:
-        for heat in ("cold", "warm"):
+        for heat in HEATS:
             rng.shuffle(prompts)
-            results = await cluster.generate_many([request_of(prompt) for prompt in prompts], concurrency=concurrency)
-            cell = f"{model}/{topology}/{heat}/{'alone' if concurrency == 1 else f'{concurrency} at a time'}"
-            total = judged(reference, prompts, results)
-            facts = {"chunk_tokens": chunk_tokens, **cache_facts(results)}
-            report.add(cell, total, facts)
-            print(f"{cell}: {total} {facts}")
-            assert total.is_exact, f"{cell}: {total}"
-            assert total.has_few_ties or not extent.is_full, f"{cell}: {total}"
+            requests = [request_of(prompt) for prompt in prompts]
+            results = await cluster.generate_many(requests, concurrency=combo.concurrency)
+            total, facts = judged(reference, prompts, results), cache_facts(results)
+            report.add(f"{combo.name}/{heat}", total, facts)
+            print(f"{combo.name}/{heat}: {total} {facts}")
+            assert total.is_exact, total
+            assert total.has_few_ties or not extent.is_full, total
             if heat == "warm":
                 assert facts["prompts_with_cached_tokens"] == len(prompts)
         cluster.check_integrity()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("topology", [*TOPOLOGIES, "e-p-d+mono", "e-pd+p-d"])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_parity_in_a_tight_pool(
     references: dict[str, ReferenceModel], model_dirs: dict[str, Path], extent: Extent, topology: Topology
 ) -> None:
     """Eviction, waiting for room and pages that change hands all the time change no answer."""
-    prompts = extent.prompts(3)[:40]
+    reference = references["qwen2.5-vl"]
+    prompts = prompts_of(sampled_families(extent.seed, 10 if extent.is_full else 3))
     for prompt in prompts:
-        references["qwen2.5-vl"].generate(prompt)
+        reference.generate(prompt)
     async with InProcessCluster(
         model_dirs["qwen2.5-vl"], topology, chunk_tokens=48, capture_logits=True, kv_pool_bytes=TIGHT_BYTES
     ) as cluster:
         results = await cluster.generate_many([request_of(prompt) for prompt in prompts * 2], concurrency=8)
-        total = judged(references["qwen2.5-vl"], prompts * 2, results)
+        total = judged(reference, prompts * 2, results)
         cluster.check_integrity()
     print(f"tight {topology}: {total} {cache_facts(results)}")
     assert total.is_exact, total

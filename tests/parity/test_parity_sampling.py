@@ -65,9 +65,9 @@ async def test_greedy_options_give_what_generate_gives(
 ) -> None:
     """`transformers` also counts a picture's placeholder as a token of the prompt. We do not, which shows where a model
     is about to *say* one: so with pictures no penalty is below 1, which would make it likely."""
-    reference, rng = references["tiny"], random.Random(PROMPTS_SEED)
+    reference, rng = references["qwen2.5-vl"], random.Random(PROMPTS_SEED)
     vocabulary = reference.model.config.text_config.vocab_size
-    async with InProcessCluster(model_dirs["tiny"], topology, chunk_tokens=48, kv_pool_bytes=32 << 20) as cluster:
+    async with InProcessCluster(model_dirs["qwen2.5-vl"], topology, chunk_tokens=48, kv_pool_bytes=32 << 20) as cluster:
         changed = 0
         for prompt in prompts:
             plain = generated(reference, prompt)
@@ -111,10 +111,10 @@ async def test_log_probabilities_are_the_references(
     references: dict[str, ReferenceModel], model_dirs: dict[str, Path], prompts: list[Prompt], topology: Topology
 ) -> None:
     """Teacher-forced by the stock model after our tokens, while penalties and temperature bend our choice."""
-    reference = references["tiny"]
+    reference = references["qwen2.5-vl"]
     options = SamplingOptions(repetition_penalty=1.3, num_logprobs=5)
     requests = [replace(request_of(prompt, options), temperature=1.2, seed=prompt.index) for prompt in prompts]
-    async with InProcessCluster(model_dirs["tiny"], topology, chunk_tokens=48, kv_pool_bytes=32 << 20) as cluster:
+    async with InProcessCluster(model_dirs["qwen2.5-vl"], topology, chunk_tokens=48, kv_pool_bytes=32 << 20) as cluster:
         results = await cluster.generate_many(requests, concurrency=4)
     for prompt, result in zip(prompts, results, strict=True):
         logits = torch.from_numpy(reference.teacher_forced_logits(prompt, result.token_ids)).double()

@@ -14,7 +14,16 @@ CONFIG_VARIABLE = "TRIPTYCH_CONFIG"
 TABLES = frozenset({"router", "encoder", "prefill", "decode", "mono", "up"})
 
 # Environment variables that are no service's setting.
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "TRIPTYCH_FAILPOINTS", "TRIPTYCH_PARITY", "TRIPTYCH_TEST_SEED"})
+OTHER_VARIABLES = frozenset(
+    {
+        CONFIG_VARIABLE,
+        "TRIPTYCH_FAILPOINTS",
+        "TRIPTYCH_PARITY",
+        "TRIPTYCH_PARITY_OUT",
+        "TRIPTYCH_PARITY_SHARD",
+        "TRIPTYCH_TEST_SEED",
+    }
+)
 
 _EVERYWHERE = {"host", "log_format", "log_level", "model", "port", "runtime_dir", "strict"}
 _UP = {
