@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.parity.compare import LOGITS_WITHIN, Comparison, compare
 from tests.parity.prompts import Prompt
 from tests.parity.reference import NEW_TOKENS, ReferenceModel
+from triptych.obs import metrics
 from triptych.testing.cluster import ChatRequest, ChatResult
 
 
@@ -28,6 +29,30 @@ def judged(reference: ReferenceModel, prompts: Sequence[Prompt], results: Sequen
             print(f"prompt {prompt.index} ({prompt.kind}, {len(prompt.media)} pictures): {one}")
         total.add(one)
     return total
+
+
+def moved_bytes() -> dict[str, float]:
+    """Bytes moved by this process's workers until now, like `kv over shm`."""
+    counters = {"embedding": metrics.EMBEDDING_TRANSFER_BYTES, "kv": metrics.KV_TRANSFER_BYTES}
+    samples = [(kind, s) for kind, counter in counters.items() for m in counter.collect() for s in m.samples]
+    return {f"{kind} over {s.labels['transport']}": s.value for kind, s in samples if s.name.endswith("_total")}
+
+
+def moved_since(before: Mapping[str, float]) -> dict[str, int]:
+    """What has moved since, and how."""
+    moved = {way: int(total - before.get(way, 0)) for way, total in moved_bytes().items()}
+    return {way: num_bytes for way, num_bytes in moved.items() if num_bytes}
+
+
+def expected_ways(topology: str, transport: str) -> set[str]:
+    """How embeddings and KV must have moved: by the transport that was asked for wherever processes part."""
+    ways = {
+        "mono": {"embedding over inproc"},
+        "e-p-d": {f"embedding over {transport}", f"kv over {transport}"},
+        "e-pd": {f"embedding over {transport}"},
+        "p-d": {"embedding over inproc", f"kv over {transport}"},
+    }
+    return ways[topology]
 
 
 def cache_facts(results: Sequence[ChatResult]) -> dict[str, Any]:

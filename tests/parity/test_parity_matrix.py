@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.cluster_side import cache_facts, judged, request_of
+from tests.parity.cluster_side import cache_facts, expected_ways, judged, moved_bytes, moved_since, request_of
 from tests.parity.conftest import Extent, is_full_run
 from tests.parity.matrix import (
     HEATS,
@@ -76,6 +76,7 @@ async def test_parity_matrix(
         dtype="float32",
         kv_pool_bytes=ROOMY_BYTES if extent.is_full else SAMPLE_BYTES,
     ) as cluster:
+        before = moved_bytes()
         for heat in HEATS:
             rng.shuffle(prompts)
             requests = [request_of(prompt) for prompt in prompts]
@@ -87,6 +88,8 @@ async def test_parity_matrix(
             assert total.has_few_ties or not extent.is_full, total
             if heat == "warm":
                 assert facts["prompts_with_cached_tokens"] == len(prompts)
+        moved = moved_since(before)
+        assert set(moved) == expected_ways(combo.topology, combo.transport), moved
         cluster.check_integrity()
 
 
