@@ -104,6 +104,12 @@ def test_a_wrong_command_line_is_a_sentence(argv: list[str], sentence: str) -> N
         doctor.main(argv)
 
 
+def test_a_file_that_up_would_refuse_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[up]\nkv_pool_bytes = 4096\n")
+    with pytest.raises(StartupError, match=r"\[up\] in c.toml sets 'kv_pool_bytes', which is no setting"):
+        doctor.main(["--config", str(tmp_path / "c.toml")])
+
+
 def test_its_settings_are_known_to_all_services() -> None:
     assert set(DoctorSettings.__dataclass_fields__) <= environment.SETTING_NAMES
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -384,18 +384,37 @@ def test_a_limit_of_the_group_counts(tmp_path: Path) -> None:
     assert fit.memory_fit(machine_at(tmp_path / "limited", files), workers(), parts).status is Status.FAIL
 
 
-def test_a_gpu_holds_weights_and_pools(tmp_path: Path) -> None:
-    def on_gpu(free_gib: int) -> fit.Finding:
-        card = Gpu("card", 80 * GIB, free_gib * GIB, (9, 0))
-        machine = dataclasses.replace(machine_at(tmp_path), torch=TorchFacts("2.13.0", "13.0", (card,)))
-        settings = load_settings(DoctorSettings, "up", [], {})
-        wanted = wanted_workers(settings, None, frozenset(), cores=8, has_gpu=True)
-        assert {worker.dtype for worker in wanted} == {"bfloat16"}
-        assert fit.memory_fit(machine, wanted, SEVEN_BILLION).status is Status.OK  # the host holds no weights
-        return fit.gpu_fit(machine, wanted, SEVEN_BILLION)
+def on_gpus(tmp_path: Path, free_gib: Sequence[int], config: str = "") -> fit.Finding:
+    """The finding for the large model in bfloat16, on GPUs with that much free memory."""
+    gpus = tuple(Gpu("card", 80 * GIB, free * GIB, (9, 0)) for free in free_gib)
+    machine = dataclasses.replace(machine_at(tmp_path), torch=TorchFacts("2.13.0", "13.0", gpus))
+    (tmp_path / "cluster.toml").write_text(config)
+    settings = load_settings(DoctorSettings, "up", [], {})
+    wanted = wanted_workers(settings, tmp_path / "cluster.toml", frozenset(), cores=8, has_gpu=bool(gpus))
+    assert {worker.dtype for worker in wanted} == {"bfloat16"}
+    assert fit.memory_fit(machine, wanted, SEVEN_BILLION).status is Status.OK  # the host holds no weights
+    return fit.gpu_fit(machine, wanted, SEVEN_BILLION)
 
-    assert on_gpu(40).status is Status.OK
-    finding = on_gpu(24)
+
+def test_a_gpu_holds_weights_and_pools(tmp_path: Path) -> None:
+    assert on_gpus(tmp_path, [40]).status is Status.OK
+    finding = on_gpus(tmp_path, [24])
     assert finding.status is Status.FAIL
     total = 2 * (SEVEN_BILLION.vision + 2 * SEVEN_BILLION.language) + 2 * 256 * MIB
-    assert f"together {(total - 24 * GIB) / GIB:.1f} GiB more than the 24.0 GiB of the GPU's memory" in finding.found
+    assert f"together {(total - 24 * GIB) / GIB:.1f} GiB more than the 24.0 GiB of GPU 0" in finding.found
+
+
+def test_workers_on_gpus_of_their_own(tmp_path: Path) -> None:
+    config = '[decode]\ndevice = "cuda:1"\n'
+    assert on_gpus(tmp_path, [24, 16], config).status is Status.OK
+    small = on_gpus(tmp_path, [24, 10], config)
+    assert small.status is Status.FAIL and "of GPU 1 available; decode-0 alone" in small.found
+    lacking = on_gpus(tmp_path, [24], config)
+    assert lacking.status is Status.FAIL and "decode-0: device cuda:1, but torch can use 1 GPU" in lacking.found
+
+
+def test_a_device_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="cpu, cuda, cuda:N or auto, not 'tpu'"):
+        workers("--device", "tpu")
+    nowhere = fit.gpu_fit(machine_at(tmp_path), workers("--device", "cuda"), SEVEN_BILLION)
+    assert nowhere.status is Status.FAIL and "torch can use 0 GPUs" in nowhere.found

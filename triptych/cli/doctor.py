@@ -29,6 +29,7 @@ from triptych.cli.checks.machine import Machine, this_machine
 from triptych.cli.checks.workers import Wanted, given_names, wanted_workers
 from triptych.cli.doctor_settings import DoctorSettings
 from triptych.cli.doctor_view import as_json, has_colours, row, summary
+from triptych.cli.settings import UpSettings
 from triptych.cli.version import version
 from triptych.core.settings import config_path, load_settings
 from triptych.registry.runtime import default_runtime_path
@@ -51,9 +52,11 @@ class Patient:
 def main(argv: Sequence[str]) -> int:
     """Status 0 when nothing failed, else 1. Raises StartupError for a wrong command line, variable or file."""
     settings = load_settings(DoctorSettings, "up", argv, command="triptych doctor")
+    given, config = given_names(argv, os.environ), config_path(argv, os.environ)
+    if config:
+        load_settings(UpSettings, "up", ["--config", str(config)], {})  # [up] must not hold what only doctor takes
     _quiet()
     machine = this_machine()
-    given, config = given_names(argv, os.environ), config_path(argv, os.environ)
     workers = wanted_workers(settings, config, given, machine.cores, machine.has_gpu)
     return report(examine(Patient(machine, settings, tuple(workers))), as_table=not settings.json)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from triptych.cli.checks.finding import Finding, fail, ok, size, warn
+from triptych.cli.checks.finding import Finding, Status, counted, fail, ok, size, warn
 from triptych.cli.checks.host import available_bytes
 from triptych.cli.checks.machine import Machine
 from triptych.cli.checks.workers import Wanted
@@ -129,11 +129,21 @@ def memory_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Fin
 
 
 def gpu_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:
-    """All workers on one GPU, where `device` puts them unless it names others."""
-    assert machine.torch is not None
-    there = [worker for worker in workers if worker.device == "cuda"]
-    room = _Room("the GPU's memory", machine.torch.gpus[0].free_bytes, lambda worker: need_of(worker, parts, 0).gpu)
-    return _fit("GPU fit", there, room)
+    """The workers of each GPU together in its memory: the first one where they do not fit, else all."""
+    gpus = machine.torch.gpus if machine.torch is not None else ()
+    fine = []
+    for index in sorted({worker.gpu_index for worker in workers if worker.device == "cuda"}):
+        there = [worker for worker in workers if worker.device == "cuda" and worker.gpu_index == index]
+        if index >= len(gpus):
+            names = ", ".join(worker.name for worker in there)
+            found = f"{names}: device {there[0].sizes.device}, but torch can use {counted(len(gpus), 'GPU')}"
+            return fail("GPU fit", found, "set device to auto, cpu or a GPU that is there (TRIPTYCH_DEVICE=auto)")
+        room = _Room(f"GPU {index}", gpus[index].free_bytes, lambda worker: need_of(worker, parts, 0).gpu)
+        finding = _fit("GPU fit", there, room)
+        if finding.status is not Status.OK:
+            return finding
+        fine.append(f"GPU {index}: {finding.found}")
+    return ok("GPU fit", "; ".join(fine))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ the table of its service in the file, else from the top of the file, else the se
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from triptych.core.errors import StartupError
 from triptych.core.setting_values import Setting, parse_toml
 from triptych.core.worker import Role
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 _ROLES = {"encoder": {Role.ENCODER}, "prefill": {Role.PREFILL}, "decode": {Role.DECODE}, "mono": set(Role)}
 
 
@@ -42,6 +44,11 @@ class Wanted:
     sizes: Sizes
     device: str
     dtype: str
+
+    @property
+    def gpu_index(self) -> int:
+        """Of the GPU where it computes, if it does on one."""
+        return int(self.sizes.device.partition(":")[2] or 0)
 
     @property
     def has_language(self) -> bool:
@@ -100,6 +107,8 @@ def _wanted(
     flags = dict(zip(spec.flags[::2], spec.flags[1::2], strict=True))
     also = {Role(name) for name in flags.get("--also", "").split(",") if name}
     sizes = _sizes(spec.role, settings, document.get(spec.role, {}), given)
+    if not _DEVICE.fullmatch(sizes.device):
+        raise StartupError(f"the setting device must be cpu, cuda, cuda:N or auto, not {sizes.device!r}")
     device = "cuda" if sizes.device.startswith("cuda") or (sizes.device == "auto" and has_gpu) else "cpu"
     dtype = sizes.dtype if sizes.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     return Wanted(spec.name, frozenset(_ROLES[spec.role] | also), int(flags["--threads"]), sizes, device, dtype)
