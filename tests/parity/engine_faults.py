@@ -22,6 +22,7 @@ from triptych.engine.sequence import Sequence as EngineSequence
 from triptych.mm.mrope import mrope_positions
 from triptych.model import runner
 from triptych.model.adapters import qwen_vl
+from triptych.model.parts import EmbeddingLevels
 from triptych.model.runner import EmbeddingSpan, RunSlice
 from triptych.transport.pages import MappedPages
 
@@ -47,6 +48,24 @@ def pictures_swapped() -> Iterator[None]:
 def embeddings_reversed() -> Iterator[None]:
     """The scatter takes each picture's rows last row first."""
     with _scatter(lambda spans: tuple(EmbeddingSpan(span.row, span.rows.flip(0)) for span in spans)):
+        yield
+
+
+@contextlib.contextmanager
+def levels_dropped() -> Iterator[None]:
+    """The language model is given nothing but the first level of the embedding rows."""
+    with _gathered(lambda levels: None):
+        yield
+
+
+@contextlib.contextmanager
+def levels_misplaced() -> Iterator[None]:
+    """Further levels go one row too far, as with an index that counts from the wrong end of a chunk."""
+
+    def shift(levels: EmbeddingLevels) -> EmbeddingLevels:
+        return EmbeddingLevels(levels.rows.roll(1), levels.levels)
+
+    with _gathered(shift):
         yield
 
 
@@ -130,6 +149,20 @@ def _scatter(change: Callable[[Spans], Spans]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "scatter", faulty)
         patch.setattr(EngineSequence, "num_ready", property(ready_as_a_whole))
+        yield
+
+
+@contextlib.contextmanager
+def _gathered(change: Callable[[EmbeddingLevels], EmbeddingLevels | None]) -> Iterator[None]:
+    """Changes the further levels of each step before the language model sees them."""
+    sound = runner.scatter
+
+    def faulty(*args: Any) -> Any:
+        embeddings, levels = sound(*args)
+        return embeddings, None if levels is None else change(levels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "scatter", faulty)
         yield
 
 

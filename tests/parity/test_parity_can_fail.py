@@ -1,4 +1,4 @@
-"""The matrix is no formality: with a fault planted in the cluster, the same comparison fails on the random model."""
+"""The matrix is no formality: with a fault planted in the cluster, the same comparison fails on the random models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.parity import engine_faults
 from tests.parity.cluster_side import judged, request_of
-from tests.parity.conftest import PROMPTS_SEED
+from tests.parity.conftest import PROMPTS_SEED, TINY_MODELS
 from tests.parity.prompts import Prompt, make_prompts
 from tests.parity.reference import ReferenceModel
 from triptych.testing.cluster import InProcessCluster
@@ -25,6 +25,12 @@ FAULTS: dict[str, tuple[Planted, int]] = {
     "keys exchanged": (lambda: engine_faults.keys_exchanged(layer=1), 2),
     "stale page": (lambda: engine_faults.stale_page(page=2), 1),
 }
+DEEPSTACK_FAULTS: dict[str, tuple[Planted, int]] = {
+    "levels dropped": (engine_faults.levels_dropped, 1),
+    "levels misplaced": (engine_faults.levels_misplaced, 1),
+}
+CASES = [(model, fault) for model in TINY_MODELS for fault in FAULTS]
+CASES += [("qwen3-vl", fault) for fault in DEEPSTACK_FAULTS]
 
 
 def two_prompts() -> list[Prompt]:
@@ -34,19 +40,19 @@ def two_prompts() -> list[Prompt]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("model", "fault"), CASES)
 async def test_parity_comparison_catches_planted_fault(
-    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], fault: str
+    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], model: str, fault: str
 ) -> None:
-    plant, at_once = FAULTS[fault]
+    plant, at_once = (FAULTS | DEEPSTACK_FAULTS)[fault]
     prompts = two_prompts()
     requests = [request_of(prompt) for prompt in prompts]
-    async with InProcessCluster(model_dirs["qwen2.5-vl"], "e-p-d", capture_logits=True) as cluster:
+    async with InProcessCluster(model_dirs[model], "e-p-d", capture_logits=True) as cluster:
         with plant():
             results = await cluster.generate_many(requests, concurrency=at_once)
-        total = judged(references["qwen2.5-vl"], prompts, results)
+        total = judged(references[model], prompts, results)
         assert len(total.differing) > 5
         assert total.max_logit_difference > 0.1
         cluster.clear_caches()
         results = await cluster.generate_many(requests, concurrency=at_once)
-        assert judged(references["qwen2.5-vl"], prompts, results).is_exact
+        assert judged(references[model], prompts, results).is_exact
