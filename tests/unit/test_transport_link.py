@@ -103,8 +103,8 @@ class Host:
 
 
 @asynccontextmanager
-async def running(epoch: int = 21) -> AsyncIterator[Host]:
-    segments = [SharedSegment.create(ARENA_BYTES, "embed"), SharedSegment.create(ARENA_BYTES, "kv")]
+async def running(epoch: int = 21, arena_bytes: int = ARENA_BYTES) -> AsyncIterator[Host]:
+    segments = [SharedSegment.create(arena_bytes, kind) for kind in ("embed", "kv")]
     embedding = FakeEmbeddingReceiver(Arena.shared(ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, segments[0]))
     kv = FakeKvReceiver(Arena.shared(ArenaKind.KV, KV_LAYOUT, segments[1], PAGES))
     me = Endpoint(WorkerRef("prefill-1", epoch), host_id(), TRANSPORTS)
