@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,11 @@ import pytest_asyncio
 import torch
 
 from services.router import calls
+from services.router.pipeline import Pipeline
+from services.router.queue import AdmissionQueue
 from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
 from tests.parity.prompts import draw_picture
+from triptych.core.clock import SystemClock
 from triptych.core.errors import (
     DeadlineExceeded,
     MediaInvalid,
@@ -198,6 +201,49 @@ async def test_several_workers_of_every_kind_are_all_used(model_dir: Path, seed:
     async with InProcessCluster(model_dir, "mono", kv_pool_bytes=SMALL_POOL) as mono:
         alone = await mono.generate_many(requests)
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+class Masked:
+    """A registry that shows fewer roles of some workers than they have."""
+
+    def __init__(self, cluster: InProcessCluster, roles: Mapping[str, frozenset[Role]]) -> None:
+        infos = [worker.info for worker in cluster.workers if worker.info is not None]
+        shown = [dataclasses.replace(info, roles=roles.get(info.worker_id, info.roles)) for info in infos]
+        self._shown = tuple(info for info in shown if info.roles)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self._shown
+
+    def refresh(self) -> tuple[WorkerInfo, ...]:
+        return self._shown
+
+
+@pytest.mark.parametrize(
+    ("topology", "roles", "served_by"),
+    [
+        ("e-p-d+mono", {"mono-0": {Role.ENCODER, Role.PREFILL}, "prefill-0": set()}, "mono-0 mono-0 decode-0"),
+        ("e-p-d+mono", {"mono-0": {Role.ENCODER}, "encoder-0": set()}, "mono-0 prefill-0 decode-0"),
+        ("e-p-d+e-pd", {"pd-0": {Role.PREFILL}, "prefill-0": set()}, "encoder-0 pd-0 decode-0"),
+        ("e-pd+p-d", {"ep-0": {Role.ENCODER}, "encoder-0": set(), "decode-0": set()}, "ep-0 pd-0 pd-0"),
+        ("e-p-d+p-d", {"ep-0": {Role.ENCODER}, "encoder-0": set()}, "ep-0 prefill-0 decode-0"),
+    ],
+)
+async def test_a_worker_that_does_more_can_do_one_stage_for_others(
+    model_dir: Path, topology: str, roles: dict[str, frozenset[Role]], served_by: str
+) -> None:
+    """A pool that nobody else writes to is read from by a hand-over; a tower beside an engine sends what it made."""
+    request = asked("what is it?", picture(1), picture(2), max_tokens=12)
+    async with InProcessCluster(model_dir, topology, chunk_tokens=24, kv_pool_bytes=SMALL_POOL) as cluster:
+        control = await cluster.generate(request)
+        cluster.clear_caches()
+        masked = Masked(cluster, {name: frozenset(shown) for name, shown in roles.items()})
+        pipeline = Pipeline(masked, cluster.pipeline._channels, AdmissionQueue(8), SystemClock())
+        async with pipeline.answer(cluster.plan(request), request.media, new_request_id()) as running:
+            ids = [token.id async for event in running.events() for token in getattr(event, "tokens", ())]
+            served = running.progress.workers
+        assert ids == control.token_ids
+        assert [served[role] for role in (Role.ENCODER, Role.PREFILL, Role.DECODE)] == [[n] for n in served_by.split()]
+        await all_is_given_back(cluster)
 
 
 # --- cancellation -----------------------------------------------------------------------------------------------------
