@@ -54,7 +54,7 @@ class Call:
 
     @property
     def key(self) -> tuple[str, int]:
-        return (self.ref.request_id, self.ref.attempt)
+        return (f"{self.ref.request_id}/{self.ref.choice}", self.ref.attempt)
 
 
 class Hub:
