@@ -33,7 +33,7 @@ from triptych.core.errors import (
     TriptychError,
 )
 from triptych.core.ids import AttemptRef, new_request_id
-from triptych.core.plan import EmbeddingSource, Plan
+from triptych.core.plan import EmbeddingSource, Modality, Plan
 from triptych.core.timeline import TimelineEvent
 from triptych.core.topology import TOPOLOGIES
 from triptych.core.worker import Role, WorkerInfo
@@ -350,8 +350,9 @@ async def test_a_picture_that_is_not_the_size_it_said_is_refused(epd: InProcessC
     request = asked("what is it?", picture(1))
     plan = epd.plan(request)
     other = picture(1, (140, 140))
-    item = dataclasses.replace(plan.items[0], media_bytes=len(other), identity=bytes(32))
-    with pytest.raises(MediaMismatch):
+    identity = epd.adapter.identity(Modality.IMAGE, other)
+    item = dataclasses.replace(plan.items[0], media_bytes=len(other), identity=identity)
+    with pytest.raises(MediaMismatch, match="real size"):
         await answer(epd, dataclasses.replace(plan, items=(item,)), [other])
     await all_is_given_back(epd)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import signal
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,14 +17,22 @@ import pytest_asyncio
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from services.router.pipeline import Pipeline
+from services.router.queue import AdmissionQueue
+from tests.integration.launching import launched, living
 from tests.integration.trusted import Answered, StockPicture, StockPrompt, ask, prompt_of, stock_prompt, with_item
 from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
 from tests.parity.prompts import draw_picture
 from tests.parity.reference import ReferenceModel
+from triptych.core.clock import SystemClock
 from triptych.core.errors import InvalidRequest, MediaMismatch, RequestError, TriptychError
 from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat, Modality, Plan
 from triptych.mm.tensor import TensorValue
 from triptych.mm.trusted import ItemData, TrustedRequest
+from triptych.model.registry import adapter_for
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
+from triptych.rpc.client import ChannelPool
 from triptych.testing.cluster import ChatRequest, InProcessCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -406,3 +415,38 @@ async def test_an_encoder_of_another_number_format_gives_an_error_and_never_an_a
         text = await cluster.generate(asked(text="only text"))
         assert len(text.token_ids) == MAX_TOKENS
         await asyncio.to_thread(cluster.check_integrity)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.cluster
+async def test_workers_keep_their_pids_whatever_a_trusted_caller_sends(tmp_path: Path) -> None:
+    """Over the gRPC interface of a cluster of processes, found by its runtime folder as docs/items.md shows it."""
+    reference = ReferenceModel(DEMO_DIR)
+    stock = stock_prompt(reference, prompt_of(QUESTION, PICTURE))
+    truth = list(reference.generate_now(prompt_of(QUESTION, PICTURE), MAX_TOKENS).tokens)
+    adapter = adapter_for(DEMO_DIR)
+    picture = stock.pictures[0]
+    good = stock.request(adapter, [picture.embedded], MAX_TOKENS)
+    bad = [with_item(good, edit(good.media[0])) for edit in FRAMES.values()]
+    bad += [with_item(good, good.media[0], identity=bytes(32)), with_item(good, good.media[0], grid=Grid(1, 3, 8))]
+    with launched(tmp_path, "--topology", "e-p-d") as launcher:
+        await asyncio.to_thread(launcher.wait_ready, 120.0)
+        folder = RuntimeFolder(launcher.runtime)
+        registry, channels = StaticRegistry(folder), ChannelPool(folder.token())
+        pipeline = Pipeline(registry, channels, AdmissionQueue(16), SystemClock())
+        before = {worker.worker_id: (worker.pid, worker.epoch) for worker in registry.refresh()}
+        try:
+            for plan, media in bad:
+                with pytest.raises(RequestError):
+                    await ask(pipeline, plan, media)
+            assert (await ask(pipeline, good.plan, good.media)).token_ids == truth
+        finally:
+            await channels.close()
+        assert len(before) == 3
+        assert {worker.worker_id: (worker.pid, worker.epoch) for worker in registry.refresh()} == before
+        assert living({name: pid for name, (pid, _) in before.items()}).keys() == before.keys()
+        output = launcher.signal_and_wait(signal.SIGTERM)[1]
+    assert "Traceback" not in output

@@ -21,6 +21,7 @@ from triptych.core.plan import (
     FinishReason,
     Grid,
     Item,
+    ItemFormat,
     Modality,
     Plan,
     Sampling,
@@ -63,6 +64,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 draw(st.integers(0, 2**34)),
                 draw(st.integers(0, 2**18)),
                 draw(st.integers(0, 2**18)),
+                draw(st.sampled_from(ItemFormat)),
             )
         )
     return Plan(
@@ -267,6 +269,8 @@ def edited(edit: Callable[[pb.Plan], object]) -> pb.Plan:
         ("identity", lambda m: setattr(m.items[0], "identity", b"i" * 31)),
         ("modality", lambda m: setattr(m.items[0], "modality", 0)),
         ("modality", lambda m: setattr(m.items[0], "modality", 99)),
+        ("format", lambda m: setattr(m.items[0], "format", 0)),
+        ("format", lambda m: setattr(m.items[0], "format", 4)),
         ("grid.h", lambda m: setattr(m.items[0].grid, "h", 0)),
         ("model_fingerprint", lambda m: setattr(m, "model_fingerprint", b"")),
         ("cache_salt length", lambda m: setattr(m, "cache_salt", b"s" * 65)),

@@ -110,6 +110,29 @@ def test_any_moved_or_resized_range_is_refused(prompt: Prompt, data: st.DataObje
         expand(prompt.compact, items, sentinels(prompt))
 
 
+def test_ranges_of_an_item_in_another_order_are_refused() -> None:
+    """Rows are dealt out along the list, so that order decides which row stands where."""
+    runs = (TokenRange(1, 1, 2), TokenRange(2, 3, 2))
+    check_ranges([1, PLACEHOLDER, PLACEHOLDER, 3], [item_at(*runs)])
+    with pytest.raises(MediaMismatch, match=r"item 0: .* out of order"):
+        check_ranges([1, PLACEHOLDER, PLACEHOLDER, 3], [item_at(*runs[::-1])])
+
+
+def test_items_in_another_order_than_the_prompts_are_refused() -> None:
+    """Prefill computes up to the first item that is missing: the first in the list must be the first in the prompt."""
+    first, second = item_at(TokenRange(1, 1, 2)), item_at(TokenRange(2, 3, 2))
+    check_ranges([1, PLACEHOLDER, PLACEHOLDER, 3], [first, second])
+    with pytest.raises(MediaMismatch, match="item 1: it stands before"):
+        check_ranges([1, PLACEHOLDER, PLACEHOLDER, 3], [second, first])
+
+
+def test_items_may_stand_within_each_other() -> None:
+    around = item_at(TokenRange(0, 0, 2), TokenRange(2, 3, 1))
+    within = item_at(TokenRange(1, 2, 1))
+    fills = [np.array([11, 12, 13]), np.array([21])]
+    assert expand([7, 7, 7], [around, within], fills).tolist() == [11, 12, 21, 13]
+
+
 def item_at(*runs: TokenRange, num_tokens: int | None = None) -> Item:
     total = sum(run.length for run in runs)
     return Item(Modality.IMAGE, bytes(32), total if num_tokens is None else num_tokens, runs, Grid(1, 1, 1))

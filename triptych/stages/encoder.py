@@ -124,6 +124,8 @@ class EncoderStage(encoder_pb2_grpc.EncoderServicer):
             raise TransferRefused("the request was made for another model than this worker serves")
         if not first.start.items:
             raise InvalidRequest("an Encode call needs at least one item")
+        if len({entry.item_index for entry in first.start.items}) != len(first.start.items):
+            raise InvalidRequest("an Encode call names an item twice")
         self._fence.enter(convert.ref_from_proto(first.start.ref))
         return first.start
 
