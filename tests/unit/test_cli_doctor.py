@@ -188,7 +188,7 @@ def test_sizes_in_words(num_bytes: int, text: str) -> None:
 
 def test_transports_of_this_machine() -> None:
     machine = this_machine()
-    for finding in (transports.inproc(), transports.shm(machine), transports.zmq(), transports.cuda_ipc(machine)):
+    for finding in (transports.inproc(), transports.shm(machine), transports.zmq("auto"), transports.cuda_ipc(machine)):
         assert finding.status is Status.OK, finding
     assert not list(SHM_DIRECTORY.glob("triptych-doctor-*"))
 
@@ -204,9 +204,13 @@ def test_a_peer_that_cannot_map_is_a_failure(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_zmq_that_is_missing_or_cannot_talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "ipc path" in str(transports._zmq_fault(f"ipc://{tmp_path}/{'x' * 200}"))
+    with monkeypatch.context() as broken:
+        broken.setattr(transports, "_zmq_fault", lambda address: "no")
+        assert transports.zmq("auto").status is transports.zmq("zmq-tcp").status is Status.FAIL
+        assert transports.zmq("shm").status is Status.WARN
     monkeypatch.setitem(sys.modules, "zmq", None)
-    finding = transports.zmq()
-    assert finding.status is Status.WARN and "pip install" in str(finding.todo)
+    finding = transports.zmq("auto")
+    assert finding.status is Status.FAIL and "pip install" in str(finding.todo)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from services.router.media import Media
 from services.router.pipeline import Batch, Done, Pipeline
 from services.router.planner import Planner, SamplingDefaults
 from services.router.queue import AdmissionQueue
+from services.router.tasks import unwrapped_group
 from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import FinishReason, Modality, Plan, Token
@@ -161,7 +162,10 @@ class InProcessCluster:
             async with gate:
                 return await self.generate(request)
 
-        return list(await asyncio.gather(*(one(request) for request in requests)))
+        with unwrapped_group():
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(one(request)) for request in requests]
+        return [task.result() for task in asked]
 
     async def generate(self, request: ChatRequest) -> ChatResult:
         plan, request_id = self.plan(request), new_request_id()

@@ -96,7 +96,7 @@ def landing(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:
     """Room for the embedding of the largest picture that the model makes of any."""
     smallest = min((worker for worker in workers if worker.has_landing), key=lambda worker: worker.sizes.landing_bytes)
     tokens = largest_picture_tokens(adapter)
-    needed = tokens * _row_elements(adapter) * ELEMENT_BYTES[smallest.dtype]
+    needed = tokens * adapter.row_elements * ELEMENT_BYTES[smallest.dtype]
     found = f"{size(smallest.sizes.landing_bytes)}; the largest picture is {tokens} tokens, {size(needed)}"
     if needed > smallest.sizes.landing_bytes:
         todo = f"set landing_bytes to {needed} or more (TRIPTYCH_LANDING_BYTES={needed}), or send smaller pictures"
@@ -106,11 +106,6 @@ def landing(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:
 
 def largest_picture_tokens(adapter: Adapter) -> int:
     return adapter.image_layout(LARGEST_SIDE_PX, LARGEST_SIDE_PX).num_tokens
-
-
-def _row_elements(adapter: Adapter) -> int:
-    """Of an embedding; families that give a token several rows say how many more."""
-    return adapter.hidden_size * (1 + int(getattr(adapter, "num_embedding_levels", 0)))
 
 
 def process_bytes(machine: Machine) -> int:

@@ -44,22 +44,22 @@ def shm(machine: Machine) -> Finding:
     return ok("shm", "two processes of this user wrote, read and locked a segment")
 
 
-def zmq() -> Finding:
+def zmq(transport: str) -> Finding:
+    """`transport` is the setting: unless it is shm, every worker that receives listens here when it starts."""
     try:
         import zmq as library
     except ImportError as error:
-        return warn(
-            "zmq", f"cannot be imported ({error})", "run: pip install --force-reinstall pyzmq; shm is used without it"
-        )
+        return fail("zmq", f"cannot be imported ({error})", "run: pip install --force-reinstall pyzmq")
     with tempfile.TemporaryDirectory(prefix="triptych-doctor-") as folder:
         addresses = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{folder}/probe"}
         broken = [f"{kind} ({reason})" for kind, address in addresses.items() if (reason := _zmq_fault(address))]
     found = f"ZeroMQ {library.zmq_version()}, pyzmq {library.__version__}"
     if broken:
-        todo = (
-            "allow sockets on 127.0.0.1 and in the temporary folder (a sandbox or a firewall?); shm is used without it"
-        )
-        return warn("zmq", f"{found}: no round trip by {', '.join(broken)}", todo)
+        problem = f"{found}: no round trip by {', '.join(broken)}"
+        todo = "allow sockets on 127.0.0.1 and in the temporary folder (a sandbox or a firewall?)"
+        if transport == "shm":
+            return warn("zmq", problem, f"{todo}; with --transport shm nothing needs them")
+        return fail("zmq", problem, f"{todo}, or use --transport shm")
     return ok("zmq", f"{found}: round trips by tcp and ipc")
 
 
