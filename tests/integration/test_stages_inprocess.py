@@ -41,7 +41,7 @@ from triptych.engine.loop import LanguageEngine
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
 from triptych.testing.holdings import until_idle
-from triptych.transport.link import ReceiverLink
+from triptych.transport.receiver_link import ReceiverLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
