@@ -6,17 +6,20 @@ What fails here is mathematics (positions, scatter, attention over pages); what 
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.parity.compare import Comparison, compare
-from tests.parity.conftest import MODELS, Extent
-from tests.parity.prompts import Prompt
+from tests.parity.conftest import MODELS, TINY_MODELS, Extent
+from tests.parity.prompts import Prompt, make_prompts
 from tests.parity.reference import NEW_TOKENS, ReferenceModel
 from triptych.core.plan import Grid, Item, Modality, Sampling, TokenRange
 from triptych.mm.sentinels import item_sentinels
@@ -96,20 +99,15 @@ def step(runner: LanguageRunner, rows: list[Row], rng: random.Random) -> None:
             row.logits.append(next(sampled))
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("model", MODELS)
-def test_parity_runner_in_random_chunks_and_mixes(
-    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], extent: Extent, model: str
-) -> None:
-    rng, reference, adapter = random.Random(extent.seed), references[model], adapter_for(model_dirs[model])
+def run_all(reference: ReferenceModel, adapter: Adapter, prompts: list[Prompt], rng: random.Random) -> Comparison:
+    """All prompts through both halves, a few at a time."""
     vision = adapter.load_vision(torch.float32, torch.device("cpu"))
     part = adapter.load_language(torch.float32, torch.device("cpu"))
     shape = adapter.kv_shape
     pool = torch.zeros(shape.num_layers, 2, NUM_PAGES, PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
-    runner = LanguageRunner(part, pool, PAGE_TOKENS, adapter.placeholder_id(Modality.IMAGE))
+    runner = LanguageRunner(part, pool, PAGE_TOKENS, adapter.lookup_id)
     free = list(range(1, NUM_PAGES))
     rng.shuffle(free)
-    prompts = extent.prompts(2)
     waiting, running, total = list(prompts), list[Row](), Comparison()
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
@@ -119,10 +117,42 @@ def test_parity_runner_in_random_chunks_and_mixes(
             running.remove(row)
             free += row.pages
             total.add(judged(reference, row))
-    print(f"{model}: {total}")
     assert not pool[:, :, 0].any(), "the reserved page was written"
+    return total
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", MODELS)
+def test_parity_runner_in_random_chunks_and_mixes(
+    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], extent: Extent, model: str
+) -> None:
+    prompts = extent.prompts(2)
+    total = run_all(references[model], adapter_for(model_dirs[model]), prompts, random.Random(extent.seed))
+    print(f"{model}: {total}")
     assert total.outputs == len(prompts)
     assert total.is_exact, total
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 2.0}, {"rope_type": "linear", "factor": 3.0}])
+@pytest.mark.parametrize("model", TINY_MODELS)
+def test_parity_runner_with_stretched_positions(
+    references: dict[str, ReferenceModel],
+    model_dirs: dict[str, Path],
+    tmp_path: Path,
+    seed: int,
+    model: str,
+    rope: dict[str, Any],
+) -> None:
+    """As checkpoints ask for it whose context was lengthened after training."""
+    stretched = Path(shutil.copytree(model_dirs[model], tmp_path / model))
+    config = json.loads((stretched / "config.json").read_text())
+    config["text_config"]["rope_parameters"] |= {**rope, "original_max_position_embeddings": 2048}
+    (stretched / "config.json").write_text(json.dumps(config))
+    reference, prompts = ReferenceModel(stretched, tmp_path / "cache"), make_prompts(seed, 4)
+    assert run_all(reference, adapter_for(stretched), prompts, random.Random(seed)).is_exact
+    plain = references[model].generate_now(prompts[0])
+    assert plain.tokens != reference.generate(prompts[0]).tokens, "it made no difference"
 
 
 def judged(reference: ReferenceModel, row: Row) -> Comparison:

@@ -5,19 +5,31 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from PIL import Image
+from safetensors.torch import save_file
 
 from tests.parity.checkpoints import FAMILIES
 from triptych.core.errors import StartupError
-from triptych.model.registry import adapter_for
+from triptych.model import qwen_vl_parts
+from triptych.model.registry import adapter_for, scan
 
 CPU = torch.device("cpu")
-MISSING = object()
+
+
+class Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
 CONFIG, PROCESSOR, GENERATION = "config.json", "preprocessor_config.json", "generation_config.json"
 
 
@@ -62,11 +74,16 @@ TEXT_NUMBERS = (
     "num_key_value_heads",
 )
 VISION_NUMBERS = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "hidden_size")
+ILL_TYPED = (None, "many", 0, -1, 1.5, True)
 
 
-@pytest.mark.parametrize("value", [MISSING, None, "many", 0, -1, 1.5, True], ids=repr)
 @pytest.mark.parametrize(
-    "place", [*(f"text_config.{f}" for f in TEXT_NUMBERS), *(f"vision_config.{f}" for f in VISION_NUMBERS)]
+    ("place", "value"),
+    [
+        *((f"text_config.{field}", value) for field in TEXT_NUMBERS for value in (MISSING, *ILL_TYPED)),
+        *((f"vision_config.{field}", value) for field in VISION_NUMBERS for value in ILL_TYPED),
+    ],
+    ids=repr,
 )
 def test_a_size_that_is_missing_or_no_positive_number_is_named(
     tiny_model_dirs: dict[str, Path], tmp_path: Path, place: str, value: object
@@ -78,14 +95,14 @@ def test_a_size_that_is_missing_or_no_positive_number_is_named(
 
 
 FAMILYS_OWN = [
-    ("qwen2-vl", "vision_config.embed_dim", (MISSING, "wide")),
+    ("qwen2-vl", "vision_config.embed_dim", (None, "wide")),
     ("qwen2-vl", "vision_config.hidden_size", (65,)),
-    ("qwen2.5-vl", "vision_config.out_hidden_size", (MISSING, 32, 65)),
-    ("qwen2.5-vl", "vision_config.window_size", (MISSING, 0, 20)),
-    ("qwen2.5-vl", "vision_config.fullatt_block_indexes", (MISSING, 1, [3], [-1], [1, 1], ["1"])),
-    ("qwen3-vl", "vision_config.out_hidden_size", (MISSING, 32)),
-    ("qwen3-vl", "vision_config.num_position_embeddings", (MISSING, 0, 63)),
-    ("qwen3-vl", "vision_config.deepstack_visual_indexes", (MISSING, 1, [3], [-1], [0, 0], [0.0], "01")),
+    ("qwen2.5-vl", "vision_config.out_hidden_size", (None, MISSING, 32, 65)),
+    ("qwen2.5-vl", "vision_config.window_size", (None, 0, 20)),
+    ("qwen2.5-vl", "vision_config.fullatt_block_indexes", (None, MISSING, 1, [3], [-1], [1, 1], ["1"])),
+    ("qwen3-vl", "vision_config.out_hidden_size", (None, MISSING, 32)),
+    ("qwen3-vl", "vision_config.num_position_embeddings", (None, 0, 63)),
+    ("qwen3-vl", "vision_config.deepstack_visual_indexes", (None, MISSING, 1, [3], [-1], [0, 0], [0.0], "01")),
     ("qwen3-vl", "text_config.head_dim", (MISSING, 0)),
 ]
 
@@ -121,6 +138,7 @@ def test_a_field_of_the_familys_own_is_named(
         ("text_config.rope_parameters.rope_type", "longrope"),
         ("text_config.vocab_size", 1_000_001),
         ("vision_config.num_heads", 3),
+        ("vision_config.in_channels", 4),
         ("vision_config", MISSING),
         ("vision_config", []),
         ("image_token_id", MISSING),
@@ -214,7 +232,148 @@ def test_a_list_of_architectures_that_is_none_is_refused(model_dir: Path, archit
     assert "supported: " in refusal(model_dir)
 
 
-# --- what may be ------------------------------------------------------------------------------------------------------
+# --- what may be left out ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", scan().adapters)
+def test_the_towers_defaults_are_those_of_transformers(adapter: Any) -> None:
+    stock = getattr(transformers, adapter.architecture).config_class().vision_config
+    for field, value in adapter.vision_defaults.items():
+        theirs = getattr(stock, field)
+        assert (list(theirs) if isinstance(theirs, tuple) else theirs) == value, field
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_equals_the_default_may_be_left_out(
+    tiny_model_dirs: dict[str, Path], tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is logged, since nothing of a config should be taken for granted in silence."""
+    model_dir = copied(tiny_model_dirs[family], tmp_path)
+    fields = ["patch_size", "spatial_merge_size", "temporal_patch_size"]
+    for field in fields:
+        spoil(model_dir, CONFIG, f"vision_config.{field}", MISSING)
+    with caplog.at_level(logging.INFO):
+        adapter: Any = adapter_for(model_dir)
+    assert [getattr(record, "fields", None) for record in caplog.records] == [fields]
+    vision = adapter.load_vision(torch.float32, CPU)
+    kept: Any = adapter_for(tiny_model_dirs[family]).load_vision(torch.float32, CPU)
+    pixels, grid = kept.preprocess(Image.effect_mandelbrot((160, 96), (-2, -1, 1, 1), 9).convert("RGB"))
+    assert torch.equal(vision.encode([pixels], [grid])[0], kept.encode([pixels], [grid])[0])
+
+
+@pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl"])
+def test_a_default_that_is_not_the_checkpoints_is_refused_by_its_tensors(
+    tiny_model_dirs: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    model_dir = copied(tiny_model_dirs[family], tmp_path)
+    spoil(model_dir, CONFIG, "vision_config.depth", MISSING)
+    if family == "qwen2.5-vl":
+        spoil(model_dir, CONFIG, "vision_config.fullatt_block_indexes", MISSING)
+    adapter = adapter_for(model_dir)
+    with pytest.raises(StartupError, match=r"lacks the tensor 'blocks\."):
+        adapter.load_vision(torch.float32, CPU)
+
+
+QWEN2_TEXT = {
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151645,
+    "image_token_id": 151655,
+}
+QWEN2_PROCESSOR = {
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "7 billion of Qwen2-VL": (
+        QWEN2_TEXT
+        | {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+        | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+        | {"num_attention_heads": 28, "num_key_value_heads": 4}
+        | {"vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3}},
+        QWEN2_PROCESSOR,
+        3584,
+    ),
+    "72 billion of Qwen2.5-VL": (
+        QWEN2_TEXT
+        | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+        | {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 128000}
+        | {"vision_config": {"hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 8192, "in_chans": 3}},
+        QWEN2_PROCESSOR,
+        8192,
+    ),
+    "4 billion of Qwen3-VL": (
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "model_type": "qwen3_vl",
+            "image_token_id": 151655,
+            "tie_word_embeddings": True,
+            "text_config": {
+                "head_dim": 128,
+                "hidden_size": 2560,
+                "intermediate_size": 9728,
+                "max_position_embeddings": 262144,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 36,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-06,
+                "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+                "rope_theta": 5000000,
+                "vocab_size": 151936,
+                "eos_token_id": 151645,
+            },
+            "vision_config": {
+                "deepstack_visual_indexes": [5, 11, 17],
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_heads": 16,
+                "num_position_embeddings": 2304,
+                "out_hidden_size": 2560,
+                "patch_size": 16,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+        {"size": {"longest_edge": 16777216, "shortest_edge": 65536}}
+        | {
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        },
+        4 * 2560,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_in_the_form_of_the_published_ones_are_taken(tmp_path: Path, name: str) -> None:
+    config, processor, row_elements = PUBLISHED[name]
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (tmp_path / PROCESSOR).write_text(json.dumps(processor))
+    save_file({"unread": torch.zeros(1)}, tmp_path / "model.safetensors")
+    adapter = adapter_for(tmp_path)
+    assert adapter.row_elements == row_elements
+    assert adapter.image_layout(1000, 800).num_tokens > 0
+    meta = qwen_vl_parts._on_meta(adapter)  # type: ignore[arg-type]
+    assert meta.config.text_config.hidden_size == adapter.hidden_size
+    heads = meta.model.language_model.layers[0].self_attn
+    assert (heads.head_dim, len(meta.model.language_model.layers)) == (128, adapter.kv_shape.num_layers)
+
+
+# --- what may stand elsewhere -----------------------------------------------------------------------------------------
 
 
 def test_bounds_in_pixels_may_stand_beside_the_size(model_dir: Path) -> None:

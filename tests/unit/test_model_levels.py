@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from triptych.core.plan import Grid, Item, Modality, Sampling, TokenRange
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels
@@ -140,6 +143,24 @@ def logits_in_chunks(runner: LanguageRunner, ids: list[int], rows: list[torch.Te
         logits = runner.run([piece(ids[start:end], *spans, start=start)]).logits
     assert logits is not None
     return logits
+
+
+def test_a_tower_without_further_levels_has_rows_of_one(model_dir: Path, tmp_path: Path) -> None:
+    """The levels are the checkpoint's choice, and none is one, too."""
+    plain = Path(shutil.copytree(model_dir, tmp_path / "plain"))
+    config = json.loads((plain / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = []
+    (plain / "config.json").write_text(json.dumps(config))
+    tensors = load_file(plain / "model.safetensors")
+    save_file({n: t.clone() for n, t in tensors.items() if "deepstack" not in n}, plain / "model.safetensors")
+    adapter = adapter_for(plain)
+    vision, language = adapter.load_vision(torch.float32, CPU), adapter.load_language(torch.float32, CPU)
+    pixels, grid = vision.preprocess(Image.new("RGB", (96, 64), (200, 30, 30)))
+    (rows,) = vision.encode([pixels], [grid])
+    assert rows.shape[1] == adapter.row_elements == HIDDEN
+    slices = [piece([S], EmbeddingSpan(0, rows[:1]))]
+    with torch.inference_mode():
+        assert scatter(language, np.array([S]), slices, adapter.lookup_id)[1] is None
 
 
 # --- what moves between the stages ------------------------------------------------------------------------------------

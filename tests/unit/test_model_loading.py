@@ -239,6 +239,14 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(model_dir: Path, na
     assert str(tuple(shape)) in message
 
 
+def test_a_vocabulary_that_is_not_the_embedding_tables_is_named(model_dir: Path) -> None:
+    rows = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"].shape[0]
+    change_json(model_dir / "config.json", lambda config: config["text_config"].update(vocab_size=rows + 10))
+    message = refusal(model_dir)
+    assert "model.embed_tokens.weight" in message
+    assert f"({rows + 10}, 64)" in message
+
+
 @pytest.mark.parametrize("part", ["model.", "visual."])
 def test_a_checkpoint_of_one_half_only_is_refused(model_dir: Path, part: str) -> None:
     change_tensors(model_dir, lambda tensors: {n: t for n, t in tensors.items() if not n.startswith(part)})
@@ -280,6 +288,12 @@ def test_a_missing_or_damaged_json_file_is_named(model_dir: Path, file: str, con
     if content is not None:
         (model_dir / file).write_text(content)
     assert file in refusal(model_dir)
+
+
+def test_a_weights_file_that_is_a_dangling_link_is_named(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "model.safetensors").symlink_to(model_dir / "blobs" / "gone")
+    assert "model.safetensors" in refusal(model_dir)
 
 
 def test_a_weights_file_cut_short_is_named(model_dir: Path) -> None:

@@ -2,7 +2,8 @@
 the start with the name of the field. Imports no torch.
 
 transformers fills a missing field with its default in silence, which is right for one checkpoint and wrong for the
-next; here every field that changes the result has to be there.
+next; here a field that changes the result has to be there, but for those that a family leaves out when it is published
+(`QwenVLAdapter.vision_defaults`), and these are logged.
 """
 
 from __future__ import annotations

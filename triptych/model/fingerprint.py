@@ -19,7 +19,7 @@ def checkpoint_fingerprint(model_dir: Path) -> bytes:
     """SHA-256 over config.json and every safetensors shard.
 
     A shard up to 64 MiB is hashed whole; a larger one by its header and 64 evenly spaced blocks of 64 KiB, so that a
-    start does not read hundreds of gigabytes. Raises StartupError when there are no weights.
+    start does not read hundreds of gigabytes. Raises StartupError when there are no weights, or they cannot be read.
     """
     shards = sorted(model_dir.glob("*.safetensors"))
     if not shards:
@@ -28,8 +28,13 @@ def checkpoint_fingerprint(model_dir: Path) -> bytes:
     config = json.loads((model_dir / "config.json").read_text())
     digest.update(json.dumps(config, sort_keys=True).encode())
     for shard in shards:
-        digest.update(f"{shard.name}:{shard.stat().st_size}".encode())
-        _update_with_shard(digest, shard)
+        try:
+            digest.update(f"{shard.name}:{shard.stat().st_size}".encode())
+            _update_with_shard(digest, shard)
+        except OSError as error:  # such as a link into a download folder that was cleared
+            raise StartupError(
+                f"{shard.name} cannot be read ({error.strerror}); download the checkpoint again"
+            ) from None
     return digest.digest()
 
 

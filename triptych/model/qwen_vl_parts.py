@@ -157,7 +157,7 @@ def _on_meta(adapter: QwenVLAdapter) -> Any:
         with torch.device("meta"):
             return stock(config)
     except Exception as error:
-        raise StartupError(f"{CONFIG_FILE} is not one of a {adapter.architecture}: {error}") from error
+        raise StartupError(f"{CONFIG_FILE} is not one of a {adapter.architecture}: {_in_one_line(error)}") from error
 
 
 def _names_of_parts(index: Mapping[str, Path]) -> tuple[dict[str, str], dict[str, str]]:
@@ -173,4 +173,10 @@ def _processor(adapter: QwenVLAdapter) -> Qwen2VLImageProcessorPil:
     try:
         return Qwen2VLImageProcessorPil(**settings)
     except Exception as error:
-        raise StartupError(f"{PROCESSOR_FILE} is not one of a Qwen-VL image processor: {error}") from error
+        raise StartupError(
+            f"{PROCESSOR_FILE} is not one of a Qwen-VL picture processor: {_in_one_line(error)}"
+        ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

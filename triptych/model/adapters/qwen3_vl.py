@@ -4,8 +4,9 @@ layers (DeepStack, arXiv:2406.04334). M-RoPE is interleaved, inside the stock ro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from triptych.model.adapters.base import ExtraInput
 from triptych.model.adapters.qwen_vl import QwenVLAdapter
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 class Qwen3VLAdapter(QwenVLAdapter):
     architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
     family: ClassVar[str] = "Qwen3-VL"
+    vision_defaults: ClassVar[Mapping[str, Any]] = {
+        "depth": 27,
+        "hidden_size": 1152,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    }
     extra_inputs: ClassVar[tuple[ExtraInput, ...]] = (ExtraInput.EMBEDDING_LEVELS,)
 
     def __init__(self, model_dir: Path) -> None:

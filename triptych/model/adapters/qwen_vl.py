@@ -3,11 +3,13 @@ checkpoint says), M-RoPE positions, causal attention throughout the language mod
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from triptych.core.errors import MediaInvalid, MediaMismatch, ModalityUnsupported
 from triptych.core.plan import Grid, Item, Modality
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from triptych.model.parts import LanguagePart, VisionPart
+
+log = logging.getLogger(__name__)
 
 MAX_ASPECT_RATIO = 200
 COLOURS = 3
@@ -46,12 +50,20 @@ def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int
 
 
 class QwenVLAdapter(Adapter):
-    """Base of the families. What they share of the vision tower's config is read here, the rest in `_check_tower`."""
+    """Base of the families. What they share of the vision tower's config is read here, the rest in `_check_tower`.
+
+    Attributes:
+        vision_defaults: fields of `vision_config` with the values that they have where a checkpoint leaves them out.
+            Nested configs are published without what equals the default of transformers' class, so these are that
+            class's (a test compares them). Everything else has to be there.
+    """
+
+    vision_defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir)
         whole = Table(self.config, CONFIG_FILE)
-        self.vision_config = whole.table("vision_config")
+        self.vision_config = self._read_vision_config(whole.table("vision_config"))
         self.image_token_id = whole.token_id("image_token_id", self.vocab_size)
         self._read_processor(Table(read_json(model_dir / PROCESSOR_FILE), PROCESSOR_FILE))
         self._check_language()
@@ -98,6 +110,15 @@ class QwenVLAdapter(Adapter):
         return load_language(self, QwenLanguage, dtype, device)
 
     # -- what config and processor must say --------------------------------------------------------------------------
+
+    def _read_vision_config(self, given: Table) -> Table:
+        left_out = sorted(self.vision_defaults.keys() - given.values.keys())
+        if left_out:
+            log.info("the config leaves fields of the tower to the family's defaults", extra={"fields": left_out})
+        vision = replace(given, values={**self.vision_defaults, **given.values})
+        if vision.values.get("in_channels", COLOURS) != COLOURS:
+            vision.refuse("in_channels", f"and pictures have {COLOURS}")
+        return vision
 
     @abstractmethod
     def _check_tower(self) -> None:
