@@ -82,8 +82,9 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
             "--port": str(port if port_free(LOOPBACK, port) else 0),
             "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
             "--threads": str(threads),
-            "--transport": settings.transport,
         }
+        if settings.transport is not None:
+            flags["--transport"] = settings.transport
         specs.append(ProcessSpec(f"{role}-{index}", role, _flat(flags)))
     return specs
 
