@@ -234,6 +234,21 @@ async def test_every_transport_gives_the_tokens_and_logits_of_shared_memory(
             assert ours.logits == pytest.approx(theirs.logits, abs=1e-4)
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq-tcp"])
+async def test_kv_that_lands_in_a_mirror_reaches_the_pool_that_is_computed_with(
+    model_dir: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU: the arena is host memory, and committed pages are copied to where the engine reads them."""
+    requests = [asked(f"q{n}", picture(n)) for n in range(4)]
+    answers = []
+    for is_host_memory in (True, False):
+        monkeypatch.setattr("triptych.stages.worker._is_host_memory", lambda _, answer=is_host_memory: answer)
+        async with InProcessCluster(model_dir, kv_pool_bytes=SMALL_POOL, transport=transport) as cluster:
+            answers.append([result.token_ids for result in await cluster.generate_many(requests, concurrency=4)])
+            await all_is_given_back(cluster)
+    assert answers[0] == answers[1]
+
+
 async def test_bytes_that_the_network_damages_are_an_error_and_never_an_answer(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
