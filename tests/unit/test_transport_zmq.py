@@ -36,24 +36,33 @@ from tests.unit.test_transport_link import (
     send,
     sender_by,
 )
-from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, StartupError, TransferRefused, TriptychError
+from triptych.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NoRoom,
+    PeerLost,
+    StartupError,
+    TransferRefused,
+    TriptychError,
+)
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.obs import metrics
 from triptych.rpc.client import ChannelPool, transfer_stub
-from triptych.transport import zmq_carrier, zmq_port
+from triptych.transport import frames, zmq_carrier, zmq_port
 from triptych.transport.carrier import WriterEvents
 from triptych.transport.data_frame import DataHeader, PayloadKind, pack
 from triptych.transport.layout import checksum64, host_id
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.receiver_link import ReceiverLink
 from triptych.transport.types import ArenaKind, Endpoint, SlotGrant
-from triptych.transport.ways import DataSockets, Ways
+from triptych.transport.ways import DataSockets, Ways, host_of
 from triptych.transport.zmq_carrier import ZmqCarrier
 from triptych.transport.zmq_gate import credentials
 from triptych.transport.zmq_port import DataPort, data_socket_path, sweep_dead_sockets
+from triptych.wire.v1 import transfer_pb2 as wire
 
 WAYS = ("zmq-ipc", "zmq-tcp")
 
@@ -66,12 +75,12 @@ async def host() -> AsyncIterator[Host]:
 
 @asynccontextmanager
 async def zmq_link(
-    host: Host, way: str = "zmq-tcp", kind: ArenaKind = ArenaKind.EMBEDDING
+    host: Host, way: str = "zmq-tcp", kind: ArenaKind = ArenaKind.EMBEDDING, address: str = "127.0.0.1"
 ) -> AsyncIterator[ReceiverLink]:
     sockets = DataSockets()
     layout = EMBEDDING_LAYOUT if kind is ArenaKind.EMBEDDING else KV_LAYOUT
     link = ReceiverLink(sender_by(way, host), host.info.ref, kind, layout)
-    await link.connect(transfer_stub(host.channels, host.info), Ways(sockets, "127.0.0.1"))
+    await link.connect(transfer_stub(host.channels, host.info), Ways(sockets, address))
     try:
         yield link
     finally:
@@ -586,6 +595,52 @@ async def test_it_listens_by_name_and_by_ipv6(tmp_path: Path) -> None:
         await port.open()
         assert port.address.port > 0
         await port.close()
+
+
+async def test_data_goes_by_ipv6() -> None:
+    async with running(data_host="::1") as host, zmq_link(host, address=host_of("[::1]:8101")) as link:
+        await send(link, REF, 0, b"by six")
+        assert host.embedding.landed[REF, 0].data == b"by six"
+
+
+def ack(**fields: object) -> wire.HelloAck:
+    sound = {"worker_id": "w", "epoch": 1, "transport": "zmq-tcp", "data_port": 9101, "session_key": b"k" * 16}
+    return wire.HelloAck(**{**sound, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"session_key": b"k" * 15},
+        {"session_key": b"k" * 17},
+        {"data_port": 65536},
+        {"socket_path": "run/decode-0.sock"},
+        {"socket_path": "/" + "d" * 107},
+        {"socket_path": "/run/\n.sock"},
+    ],
+)
+def test_a_data_address_that_cannot_be_one_is_refused(fields: dict[str, object]) -> None:
+    assert frames.welcome_from_frame(ack()).data.port == 9101
+    with pytest.raises(InvalidRequest):
+        frames.welcome_from_frame(ack(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"session_key": b""},
+        {"data_port": 0},
+        {"transport": "zmq-ipc"},
+        {"transport": "nixl"},
+        {"transport": "zmq-ipc", "socket_path": "/dev/null"},
+        {"transport": "zmq-ipc", "socket_path": "/tmp/triptych-nobody-is-here.sock"},
+    ],
+)
+async def test_a_way_that_leads_nowhere_is_refused(fields: dict[str, object]) -> None:
+    sockets = DataSockets()
+    with pytest.raises(TransferRefused):
+        await Ways(sockets, "127.0.0.1").open(frames.welcome_from_frame(ack(**fields)), lambda error: None)
+    sockets.close()
 
 
 async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path: Path) -> None:
