@@ -38,9 +38,12 @@ from triptych.core.timeline import TimelineEvent
 from triptych.core.topology import TOPOLOGIES
 from triptych.core.worker import Role, WorkerInfo
 from triptych.engine.loop import LanguageEngine
+from triptych.obs import metrics
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
 from triptych.testing.holdings import until_idle
+from triptych.transport import zmq_carrier
+from triptych.transport.data_frame import DataHeader
 from triptych.transport.receiver_link import ReceiverLink
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -120,9 +123,18 @@ async def all_is_given_back(cluster: InProcessCluster) -> None:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", [*TOPOLOGIES, "e-p-d+mono", "e-pd+p-d"])
+WIRINGS: list[tuple[str, str | None]] = [
+    *((topology, None) for topology in TOPOLOGIES),
+    ("e-p-d", "zmq-ipc"),
+    ("e-p-d", "zmq-tcp"),
+    ("e-p-d+mono", None),
+    ("e-pd+p-d", None),
+]
+
+
+@pytest.mark.parametrize(("topology", "transport"), WIRINGS)
 async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
-    model_dir: Path, topology: str, seed: int
+    model_dir: Path, topology: str, transport: str | None, seed: int
 ) -> None:
     requests = mixed_load(seed, 24)
     async with InProcessCluster(
@@ -130,6 +142,7 @@ async def test_a_mixed_load_gets_the_tokens_that_each_request_gets_alone(
         topology,
         chunk_tokens=48,
         kv_pool_bytes=SMALL_POOL,
+        transport=transport,
     ) as cluster:
         together = await cluster.generate_many(requests, concurrency=8)
         cluster.clear_caches()
@@ -183,6 +196,81 @@ async def test_a_pool_too_small_for_all_serves_them_one_after_another(model_dir:
         alone = await cluster.generate_many(requests)
         await all_is_given_back(cluster)
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+# --- transports -------------------------------------------------------------------------------------------------------
+
+
+def moved_bytes() -> dict[tuple[str, str], float]:
+    """What every link of this process has moved, by kind and transport."""
+    kinds = {"embedding": metrics.EMBEDDING_TRANSFER_BYTES, "kv": metrics.KV_TRANSFER_BYTES}
+    return {
+        (kind, transport): counter.labels(transport=transport)._value.get()
+        for kind, counter in kinds.items()
+        for transport in ("shm", "zmq")
+    }
+
+
+async def test_every_transport_gives_the_tokens_and_logits_of_shared_memory(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames smaller than a page, and a link that is congested by every chunk."""
+    monkeypatch.setattr(zmq_carrier, "MAX_PAYLOAD_BYTES", 1000)
+    monkeypatch.setattr(zmq_carrier, "CONGESTED_BYTES", 1)
+    requests = [asked(f"q{n}", picture(n), picture(n + 1)) for n in range(4)]
+    results = {}
+    for transport in ("shm", "zmq-ipc", "zmq-tcp"):
+        before = moved_bytes()
+        async with InProcessCluster(
+            model_dir, chunk_tokens=16, kv_pool_bytes=SMALL_POOL, transport=transport, capture_logits=True
+        ) as cluster:
+            results[transport] = await cluster.generate_many(requests, concurrency=4)
+            await all_is_given_back(cluster)
+        moved = {key for key, count in moved_bytes().items() if count > before[key]}
+        assert moved == {("embedding", transport.split("-")[0]), ("kv", transport.split("-")[0])}
+    for other in ("zmq-ipc", "zmq-tcp"):
+        assert [result.token_ids for result in results[other]] == [result.token_ids for result in results["shm"]]
+        for ours, theirs in zip(results[other], results["shm"], strict=True):
+            assert ours.logits == pytest.approx(theirs.logits, abs=1e-4)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq-tcp"])
+async def test_kv_that_lands_in_a_mirror_reaches_the_pool_that_is_computed_with(
+    model_dir: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU: the arena is host memory, and committed pages are copied to where the engine reads them."""
+    requests = [asked(f"q{n}", picture(n)) for n in range(4)]
+    answers = []
+    for is_host_memory in (True, False):
+        monkeypatch.setattr("triptych.stages.worker._is_host_memory", lambda _, answer=is_host_memory: answer)
+        async with InProcessCluster(model_dir, kv_pool_bytes=SMALL_POOL, transport=transport) as cluster:
+            answers.append([result.token_ids for result in await cluster.generate_many(requests, concurrency=4)])
+            await all_is_given_back(cluster)
+    assert answers[0] == answers[1]
+
+
+async def test_bytes_that_the_network_damages_are_an_error_and_never_an_answer(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.transport.landings.STALLED_S", 0.2)
+    sound = zmq_carrier.pack
+
+    def damaged(header: DataHeader, payload: memoryview) -> bytes:
+        raw = bytearray(sound(header, payload))
+        raw[-1] ^= 1
+        return bytes(raw)
+
+    async with InProcessCluster(model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL, transport="zmq-tcp") as cluster:
+        for request in (asked("what is it?", picture(1)), asked("only text")):  # embedding and KV; KV alone
+            control = await cluster.generate(request)
+            cluster.clear_caches()
+            with monkeypatch.context() as patched:
+                patched.setattr(zmq_carrier, "pack", damaged)
+                with pytest.raises(TriptychError):
+                    await cluster.generate(request)
+            await all_is_given_back(cluster)
+            assert (await cluster.generate(request)).token_ids == control.token_ids
+            cluster.clear_caches()
 
 
 # --- several workers of a kind ----------------------------------------------------------------------------------------
@@ -256,8 +344,10 @@ async def cancelled(cluster: InProcessCluster, request: ChatRequest, after_s: fl
             await cluster.generate(request)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: Path, topology: str, seed: int) -> None:
+@pytest.mark.parametrize(("topology", "transport"), [wiring for wiring in WIRINGS if "+" not in wiring[0]])
+async def test_requests_cancelled_at_any_moment_leave_nothing_behind(
+    model_dir: Path, topology: str, transport: str | None, seed: int
+) -> None:
     rng = random.Random(seed)
     requests = [asked(f"q{n}", *(picture(rng.randrange(40)) for _ in range(n % 3)), max_tokens=20) for n in range(40)]
     async with InProcessCluster(
@@ -265,6 +355,7 @@ async def test_requests_cancelled_at_any_moment_leave_nothing_behind(model_dir: 
         topology,
         chunk_tokens=24,
         kv_pool_bytes=SMALL_POOL,
+        transport=transport,
     ) as cluster:
         control = await cluster.generate(requests[5])
         cluster.clear_caches()

@@ -48,6 +48,14 @@ def test_with_port_0_no_port_is_standard() -> None:
     assert {_flag(spec, "--port") for spec in specs} == {_flag(spec, "--metrics-port") for spec in specs} == {"0"}
 
 
+def test_the_transport_is_passed_on_only_when_it_is_given() -> None:
+    """A flag would win over what a worker's own table in the file says."""
+    for transport in (None, "zmq-tcp"):
+        specs = layout.workers(UpSettings(transport=transport), MODEL, RUNTIME, 1, lambda host, port: True)
+        given = {_flag(spec, "--transport") if "--transport" in spec.flags else None for spec in specs}
+        assert given == {transport}
+
+
 def test_mono_is_one_worker_and_takes_no_other_counts() -> None:
     settings = UpSettings(topology="mono", threads=3)
     (spec,) = layout.workers(settings, MODEL, RUNTIME, 8, lambda host, port: True)

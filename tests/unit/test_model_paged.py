@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from triptych.kv.pool import PoolShape, copy_pages, view_pool
+from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
 from triptych.model.paged import build_batch, context_slots, paged_attention
 
 LAYERS, PAGES, PAGE, HEADS, KV_HEADS, DIM = 2, 40, 4, 4, 2, 8
@@ -151,6 +151,21 @@ def test_pages_copied_to_another_pool_carry_all_layers() -> None:
     assert not target[:, :, [0, 2, 4, 5, 6, 7]].any()
     assert moved == 3 * PoolShape(LAYERS, 6, PAGE, KV_HEADS, DIM).page_bytes(torch.float32)
     assert copy_pages(source, [], target, []) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_pages_are_the_pools_bytes_page_by_page_and_plane_by_plane(dtype: torch.dtype) -> None:
+    shape = PoolShape(LAYERS, 6, PAGE, KV_HEADS, DIM)
+    pool = torch.randn(shape.dims).to(dtype)
+    source = PoolPages(pool)
+    assert source.layout == shape.layout(dtype) and source.layout.page_bytes == shape.page_bytes(dtype)
+    cells = source.gather([5, 1, 2])
+    assert cells.shape == (3, 2 * LAYERS, source.layout.cell_bytes) and cells.flags.c_contiguous
+    for row, page in enumerate((5, 1, 2)):
+        for layer in range(LAYERS):
+            for kind in range(2):
+                raw = pool[layer, kind, page].contiguous().view(torch.uint8).numpy().tobytes()
+                assert cells[row, 2 * layer + kind].tobytes() == raw
 
 
 def test_a_pool_is_a_view_of_its_memory() -> None:

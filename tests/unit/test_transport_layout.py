@@ -8,13 +8,8 @@ import sys
 
 import pytest
 
-from triptych.transport.layout import (
-    checksum64,
-    embedding_layout_fingerprint,
-    host_id,
-    kv_layout_fingerprint,
-    num_pages_in,
-)
+from triptych.kv.pages import PageLayout
+from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 
 MODEL = b"m" * 32
 
@@ -41,10 +36,11 @@ def test_a_fingerprint_is_sha256_over_length_prefixed_fields() -> None:
 
 
 def test_the_number_of_pages_comes_from_the_arena() -> None:
-    assert num_pages_in(4096 * 7, 4096) == 7
-    for arena_bytes, page_bytes in ((4097, 4096), (4096, 0)):
+    layout = PageLayout(num_planes=4, cell_bytes=1024)
+    assert layout.page_bytes == 4096 and layout.num_pages_in(4096 * 7) == 7
+    for arena_bytes, odd in ((4097, layout), (4096, PageLayout(4, 0)), (4096, PageLayout(3, 1024))):
         with pytest.raises(ValueError, match="whole pages"):
-            num_pages_in(arena_bytes, page_bytes)
+            odd.num_pages_in(arena_bytes)
 
 
 def test_the_host_is_the_same_each_time_and_names_nothing() -> None:

@@ -103,13 +103,13 @@ class Host:
 
 
 @asynccontextmanager
-async def running(epoch: int = 21, arena_bytes: int = ARENA_BYTES) -> AsyncIterator[Host]:
+async def running(epoch: int = 21, arena_bytes: int = ARENA_BYTES, data_host: str = "127.0.0.1") -> AsyncIterator[Host]:
     segments = [SharedSegment.create(arena_bytes, kind) for kind in ("embed", "kv")]
     embedding = FakeEmbeddingReceiver(Arena.shared(ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, segments[0]))
     kv = FakeKvReceiver(Arena.shared(ArenaKind.KV, KV_LAYOUT, segments[1], PAGES))
     me = Endpoint(WorkerRef("prefill-1", epoch), host_id(), TRANSPORTS)
     sockets = tempfile.TemporaryDirectory(prefix="triptych-test-")
-    data_port = DataPort("127.0.0.1", 0, data_socket_path(Path(sockets.name), "prefill-1"))
+    data_port = DataPort(data_host, 0, data_socket_path(Path(sockets.name), "prefill-1"))
     await data_port.open()
     servicer = TransferServicer(me, Receivers(embedding, kv), data_port)
     server = RpcServer("127.0.0.1", 0, token=TOKEN)

@@ -99,7 +99,7 @@ def examine(patient: Patient) -> Iterator[Finding]:
         "clock": partial(host.clock, machine),
         "inproc": transports.inproc,
         "shm": partial(transports.shm, machine),
-        "zmq": partial(transports.zmq, settings.transport),
+        "zmq": partial(transports.zmq, settings.transport or "auto"),
         "cuda_ipc": partial(transports.cuda_ipc, machine),
         "port": partial(network.api_port, settings.host, settings.port),
         "grpc": network.grpc_round_trip,

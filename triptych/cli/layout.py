@@ -85,8 +85,9 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
             "--port": str(port if port_free(LOOPBACK, port) else 0),
             "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
             "--threads": str(threads),
-            "--transport": settings.transport,
         }
+        if settings.transport is not None:
+            flags["--transport"] = settings.transport
         if kind.service == "prefill":
             flags["--also"] = ",".join(kind.also)  # even if empty: the topology decides, not the file
         specs.append(ProcessSpec(name, kind.service, _flat(flags)))

@@ -21,11 +21,11 @@ class UpSettings:
         default="e-p-d",
         metadata={"help": f"which stages share a process: {', '.join(TOPOLOGIES)}, or several joined by +"},
     )
-    transport: str = field(
-        default="auto",
+    transport: str | None = field(
+        default=None,
         metadata={
             "choices": tuple(TRANSPORT_CHOICES),
-            "help": "how bytes move between the workers; auto: the best that works",
+            "help": "how bytes move between the workers; not given: the best that works",
         },
     )
     encoders: int = field(default=1, metadata={"min": 1, "max": 64, "help": "encoder processes"})

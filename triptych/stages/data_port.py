@@ -29,10 +29,11 @@ async def open_data_port(
         return transports, None
     folder = RuntimeFolder(common.runtime_dir).make_sockets_path()
     sweep_dead_sockets(folder, common.worker_id)
-    path = data_socket_path(folder, common.worker_id)
-    if path is None:
+    path = data_socket_path(folder, common.worker_id) if ZMQ_IPC in transports else None
+    if ZMQ_IPC in transports and path is None:
         transports = _without_path(common, transports)
-    port = DataPort(common.host, common.data_port, path, insecure_network=common.insecure_network)
+    tcp_port = common.data_port if ZMQ_TCP in transports else None
+    port = DataPort(common.host, tcp_port, path, insecure_network=common.insecure_network)
     exit_stack.push_async_callback(port.close)
     await port.open()
     return transports, port
@@ -44,7 +45,6 @@ def _without_path(common: WorkerSettings, transports: tuple[str, ...]) -> tuple[
             "the path of the runtime folder is too long for a socket in it; choose a shorter --runtime-dir, or"
             " --transport zmq-tcp"
         )
-    if ZMQ_IPC in transports:
-        metrics.FALLBACKS.labels("socket_path_too_long").inc()
-        log.warning("the runtime folder's path is too long for a socket in it: peers on this host use shm or TCP")
+    metrics.FALLBACKS.labels("socket_path_too_long").inc()
+    log.warning("the runtime folder's path is too long for a socket in it: peers on this host use shm or TCP")
     return tuple(entry for entry in transports if entry != ZMQ_IPC)

@@ -238,7 +238,7 @@ class Worker:
         receivers: Receivers,
     ) -> DecodeStage:
         land_pages = None
-        if arena is not None and compute.device.type != "cpu":
+        if arena is not None and not _is_host_memory(compute):
             mirror = view_pool(arena.buffer, self._shape, compute.dtype)
             land_pages = partial(_land_pages, mirror, tensor)
         grants = GrantTable(self.ref, engine.manager)
@@ -258,7 +258,7 @@ class Worker:
             return _new_pool(shape, compute), None
         segment = self._segment(shape.pool_bytes(compute.dtype), "kv")
         arena = Arena.shared(ArenaKind.KV, layout, segment, shape.layout(compute.dtype))
-        if compute.device.type == "cpu":
+        if _is_host_memory(compute):
             return view_pool(segment.buffer, shape, compute.dtype), arena
         return _new_pool(shape, compute), arena
 
@@ -320,6 +320,11 @@ class Worker:
     def _describe(self) -> WorkerInfo:
         assert self.info is not None
         return self.info
+
+
+def _is_host_memory(compute: ComputeChoice) -> bool:
+    """Whether the pool that is computed with can itself be the arena that others write to."""
+    return compute.device.type == "cpu"
 
 
 def _new_pool(shape: PoolShape, compute: ComputeChoice) -> torch.Tensor:

@@ -25,19 +25,8 @@ def kv_layout_fingerprint(
     dtype: str, num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, model_fingerprint: bytes
 ) -> bytes:
     """32 bytes over one KV page. The number of pages is not part of it: pools may differ in size, and the sender learns
-    it from the arena (`num_pages_in`)."""
+    it from the arena (`kv/pages.py`)."""
     return _fingerprint("kv", [dtype, num_layers, page_tokens, num_kv_heads, head_dim, model_fingerprint])
-
-
-def num_pages_in(arena_bytes: int, page_bytes: int) -> int:
-    """Pages of a receiver's pool, from the size of its arena; `page_bytes` counts all layers, keys and values.
-
-    Raises:
-        ValueError: the arena is not a whole number of pages.
-    """
-    if page_bytes < 1 or arena_bytes % page_bytes:
-        raise ValueError(f"an arena of {arena_bytes} bytes does not hold whole pages of {page_bytes} bytes")
-    return arena_bytes // page_bytes
 
 
 @cache

@@ -43,7 +43,8 @@ class EmbeddingReceiver(Protocol):
         ...
 
     async def peer_lost(self, peer: WorkerRef) -> None:
-        """The session ended and the peer's mapping is gone: all its uncommitted slots are free without quarantine."""
+        """The session ended and the peer can write no more (its mapping is gone, or its frames find no grant): all its
+        uncommitted slots are free without quarantine."""
         ...
 
 
@@ -77,7 +78,7 @@ class KvReceiver(Protocol):
         ...
 
     async def peer_lost(self, peer: WorkerRef) -> None:
-        """The session ended and the peer's mapping is gone: pages bound to it and not committed are free."""
+        """The session ended and the peer can write no more: pages bound to it and not committed are free."""
         ...
 
 

@@ -181,9 +181,9 @@ class ReceiverLink(AskingLink):
         for future in waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(OVER))
-        self._drop_writers()
         if self._bytes is not None:
-            self._bytes.close()
+            self._bytes.close()  # before the writers are dropped, so that they can say what happened
+        self._drop_writers()
 
     def _carrier(self) -> Carrier:
         if self._bytes is None or self.closed.is_set():

@@ -42,15 +42,17 @@ class DataPort:
     """Owner of the process's data socket and of the landing sessions behind it.
 
     Args:
-        host, port: where to listen by TCP; port 0 takes a free one.
-        socket_path: where to listen for the senders of this host; None when its path would be too long.
+        host, port: where to listen by TCP; port 0 takes a free one, None none.
+        socket_path: where to listen for the senders of this host; None: nowhere.
         insecure_network: without it a host beyond loopback is refused, as nothing is encrypted.
 
     Raises:
         StartupError: from `open`, when it may not or cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, socket_path: Path | None, *, insecure_network: bool = False) -> None:
+    def __init__(
+        self, host: str, port: int | None, socket_path: Path | None, *, insecure_network: bool = False
+    ) -> None:
         if not is_loopback(host) and not insecure_network:
             raise StartupError(
                 f"refusing to take data on {host}: it is not encrypted. Listen on 127.0.0.1, or pass --insecure-network"
@@ -68,7 +70,7 @@ class DataPort:
     @property
     def address(self) -> DataAddress:
         """Without a session's key."""
-        return DataAddress(str(self._socket_path or ""), self._port)
+        return DataAddress(str(self._socket_path or ""), self._port or 0)
 
     async def open(self) -> None:
         self._gate = Gate(self._context, self._key_of)
@@ -81,7 +83,8 @@ class DataPort:
         socket.maxmsgsize = MAX_PAYLOAD_BYTES
         socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
         try:
-            self._port = self._bind_tcp(socket)
+            if self._port is not None:
+                self._port = self._bind_tcp(socket, self._port)
             if self._socket_path is not None:
                 _bind_path(socket, self._socket_path)
         except BaseException:
@@ -120,15 +123,15 @@ class DataPort:
         session = self._sessions.get(session_id)
         return None if session is None else session.session_key
 
-    def _bind_tcp(self, socket: zmq.asyncio.Socket) -> int:
+    def _bind_tcp(self, socket: zmq.asyncio.Socket, port: int) -> int:
         host = _numeric(self._host)
         socket.ipv6 = ":" in host
         shown = f"[{host}]" if ":" in host else host
         try:
-            socket.bind(f"tcp://{shown}:{self._port or '*'}")
+            socket.bind(f"tcp://{shown}:{port or '*'}")
         except zmq.ZMQError as error:
             raise StartupError(
-                f"data cannot be taken on port {self._port} of {self._host}: {error.strerror};"
+                f"data cannot be taken on port {port} of {self._host}: {error.strerror};"
                 " choose another --data-port or stop what uses it"
             ) from error
         return int(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
