@@ -27,7 +27,7 @@ from services.router.calls import (
     StageDone,
     Tokens,
 )
-from services.router.placement import ClusterView, Path, encoder_shares, paths
+from services.router.placement import ClusterView, Path, encoder_shares, paths, renewed
 from services.router.queue import AdmissionQueue
 from services.router.tasks import unwrapped_group
 from triptych.core.errors import (
@@ -255,7 +255,7 @@ class Attempt:
     def _dispatch_again(self, group: asyncio.TaskGroup, path: Path, indices: Iterable[int]) -> None:
         wanted = {index: item for index, item in self._items.items() if index in set(indices)}
         _log.warning("embeddings were lost and are encoded again", extra={"request_id": self._job.ref.request_id})
-        self._dispatch(group, path, wanted)
+        self._dispatch(group, renewed(path, self._view(frozenset(self.failed_workers)), wanted), wanted)
 
     def _dispatch(self, group: asyncio.TaskGroup, path: Path, items: Mapping[int, Item]) -> None:
         for worker, share in encoder_shares(path, items):

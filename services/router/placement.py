@@ -79,6 +79,11 @@ def paths(view: ClusterView, items: Mapping[int, Item], turn: int) -> tuple[Path
     return tuple(ordered)
 
 
+def renewed(path: Path, view: ClusterView, items: Mapping[int, Item]) -> Path:
+    """The same decode and prefill workers, with the encoders that are there now. Raises Unavailable when none is."""
+    return _path(path.decode, path.prefill, _encoder_pool(view, items))
+
+
 def encoder_shares(path: Path, items: Mapping[int, Item]) -> list[tuple[WorkerInfo, dict[int, Item]]]:
     """The items (by index) that each encoder gets. The same identity always goes to the same encoder while the set of
     encoders is the same, and few move when it changes (rendezvous hashing), so that caches stay warm."""

@@ -20,7 +20,11 @@ from tests.parity.prompts import draw_picture
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.lifecycle import Phase
 from triptych.core.topology import TOPOLOGIES
-from triptych.engine.loop import missing_items
+from triptych.engine.landing import LandingTable
+from triptych.engine.loop import LanguageEngine, missing_items
+from triptych.kv.grants import GrantTable
+from triptych.kv.manager import CacheManager
+from triptych.stages.landing import EmbeddingLanding
 from triptych.testing.cluster import ChatRequest, InProcessCluster
 from triptych.testing.holdings import until_idle
 
@@ -77,11 +81,11 @@ async def read(answer: Answer) -> None:
         pass
 
 
-def slowed(get: Callable[..., Awaitable[Any]], rng: random.Random) -> Callable[..., Awaitable[Any]]:
+def slowed(get: Callable[..., Awaitable[Any]], rng: random.Random, most_s: float) -> Callable[..., Awaitable[Any]]:
     """An encoder whose embeddings take their time, so that requests are found waiting for them."""
 
     async def slow_get(*arguments: Any) -> Any:
-        await asyncio.sleep(rng.random() * 0.05)
+        await asyncio.sleep(rng.random() * most_s)
         return await get(*arguments)
 
     return slow_get
@@ -101,7 +105,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(
         cluster.clear_caches()
         for worker in cluster.workers:
             if worker.supply is not None:
-                monkeypatch.setattr(worker.supply, "get", slowed(worker.supply.get, rng))
+                monkeypatch.setattr(worker.supply, "get", slowed(worker.supply.get, rng, 0.05))
 
         async def leave(request: ChatRequest, stage: str, delay_s: float) -> None:
             async with gate:
@@ -123,3 +127,44 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     print(f"{topology}: {dict(seen)}")
     assert sum(seen.values()) == NUM_LEAVING
     assert all(seen[stage] >= 5 for stage in STAGES), f"not every moment was met: {seen}"
+
+
+def nothing(*_: object) -> None:
+    """Stands in for what a worker must not forget to do."""
+
+
+def nobody(*_: object) -> list[Any]:
+    return []
+
+
+GRANTS, SLOTS, PAGES = GrantTable, LandingTable, CacheManager
+
+# Who forgets what, in which topology, when the client leaves at which stage, and what is left then.
+FORGOTTEN = {
+    "decode gives a grant back": (GRANTS, "release", nothing, "e-p-d", "decode", "grants"),
+    "decode hears that prefill writes no more": (GRANTS, "writer_finished", nothing, "e-p-d", "embeddings", "pages"),
+    "prefill hears that an encoder writes no more": (SLOTS, "writer_finished", nobody, "e-pd", "embeddings", "slots"),
+    "an engine drops the landing slots": (SLOTS, "abandon", nothing, "p-d", "embeddings", "slots"),
+    "an engine drops the pages": (PAGES, "release", nothing, "mono", "decode", "pages"),
+    "an engine drops the sequence": (LanguageEngine, "abort", nothing, "e-pd", "embeddings", "sequences"),
+    "landing forgets the call": (EmbeddingLanding, "forget", nothing, "e-p-d", "decode", "expected"),
+}
+
+
+@pytest.mark.parametrize("fault", FORGOTTEN.values(), ids=FORGOTTEN)
+async def test_what_is_forgotten_is_found(
+    model_dir: Path, fault: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: each of these faults leaves something behind."""
+    owner, method, replacement, topology, stage, found = fault
+    rng = random.Random(1)
+    content = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
+    request = ChatRequest([{"role": "user", "content": content}], (draw_picture(1, (112, 84)),), max_tokens=400)
+    async with InProcessCluster(model_dir, topology, chunk_tokens=16) as cluster:
+        for supply in (worker.supply for worker in cluster.workers if worker.supply is not None):
+            monkeypatch.setattr(supply, "get", slowed(supply.get, rng, 5.0))
+        with monkeypatch.context() as planted:
+            planted.setattr(owner, method, replacement)
+            assert await left(cluster, request, stage, 0.05) == stage
+            with pytest.raises(AssertionError, match=f": {found} "):
+                await until_idle(cluster.workers, patience_s=1.0)

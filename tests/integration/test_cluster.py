@@ -108,59 +108,57 @@ RETRIABLE = {"peer_lost", "receiver_lost", "embedding_missing", "unavailable", "
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("flags", "parts", "victims"),
+    ("flags", "parts", "rounds"),
     [
         (
             ("--topology", "e-pd", "--encoders", "2", "--prefills", "2"),
             {"encoder-0": {"vision"}, "encoder-1": {"vision"}, "pd-0": {"language"}, "pd-1": {"language"}},
-            ("encoder-0", "pd-1"),
+            (("encoder-0", "pd-1"),),
         ),
         (
             ("--topology", "p-d", "--prefills", "2", "--decodes", "2"),
             {"ep-0": MERGED, "ep-1": MERGED, "decode-0": {"language"}, "decode-1": {"language"}},
-            ("ep-1", "decode-0"),
+            (("ep-1", "decode-0"),),
         ),
         (
             ("--topology", "e-p-d+mono"),
             {"encoder-0": {"vision"}, "prefill-0": {"language"}, "decode-0": {"language"}, "mono-0": MERGED},
-            ("mono-0", "prefill-0", "encoder-0"),
+            (("prefill-0", "encoder-0"), ("mono-0",)),
         ),
     ],
     ids=["e-pd", "p-d", "e-p-d+mono"],
 )
-def test_a_worker_that_is_killed_costs_no_wrong_answer(
-    flags: tuple[str, ...], parts: dict[str, set[str]], victims: tuple[str, ...], tmp_path: Path
+def test_workers_that_are_killed_cost_no_wrong_answer(
+    flags: tuple[str, ...], parts: dict[str, set[str]], rounds: tuple[tuple[str, ...], ...], tmp_path: Path
 ) -> None:
     """Each worker has loaded what its stages need. Killed under load, answers are right or typed errors, and mostly
-    right: another worker can do what the dead one did. Afterwards it serves again."""
+    right: others can do what the dead ones did. Afterwards they serve again."""
     with launched(tmp_path, *flags) as launcher:
         ready = launcher.wait_ready(READY_SECONDS)
         counts = {name: _parameters(worker["metrics_address"]) for name, worker in ready["workers"].items()}
         assert {name: set(loaded) for name, loaded in counts.items()} == parts
         assert len({loaded["language"] for loaded in counts.values() if "language" in loaded}) == 1
         with Load(ready["url"]) as load:
-            for victim in victims:
+            load.wait_for_more(12)
+            for victims in rounds:
+                for victim in victims:
+                    _kill(ready["pids"][victim])
                 load.wait_for_more(12)
-                _kill(ready["pids"][victim])
-                load.wait_for_more(12)
-                _wait_restarted(launcher, victim, ready["pids"][victim])
+                for victim in victims:
+                    _wait_restarted(launcher, victim, ready["pids"][victim])
             load.wait_for_more(12)
         assert load.wrong == []
-        assert set(load.errors) <= {
-            "peer_lost",
-            "receiver_lost",
-            "embedding_missing",
-            "unavailable",
-            "transfer_refused",
-        }
-        assert sum(load.errors.values()) <= 4 * len(victims) < load.num_right, load.errors
-        assert len(load.used) >= len(parts), "every worker has served"
+        assert set(load.errors) <= RETRIABLE
+        assert sum(load.errors.values()) <= load.NUM_THREADS * sum(map(len, rounds)) < load.num_right, load.errors
+        assert load.used == set(parts), "every worker has served"
         status, _ = launcher.signal_and_wait(signal.SIGINT)
     assert status == 0
 
 
 class Load:
-    """Asks from four threads, each time about a file that no cache has seen, until the block ends."""
+    """Asks from several threads, each time about a file that no cache has seen, until the block ends."""
+
+    NUM_THREADS = 4
 
     def __init__(self, url: str) -> None:
         self.wrong: list[str] = []
@@ -170,7 +168,7 @@ class Load:
         self._url = url
         self._numbers = itertools.count()
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._ask_on) for _ in range(4)]
+        self._threads = [threading.Thread(target=self._ask_on) for _ in range(self.NUM_THREADS)]
 
     def __enter__(self) -> Load:
         for thread in self._threads:

@@ -414,6 +414,23 @@ async def test_lost_embeddings_are_dispatched_again() -> None:
         assert {call.ref.attempt for call in cluster.hub.calls} == {0}
 
 
+async def test_lost_embeddings_are_not_asked_of_an_encoder_that_has_left() -> None:
+    async def prefill(call: Call) -> AsyncIterator[Any]:
+        await call.hub.until_landed(call.key, 1)
+        call.hub.landed[call.key].clear()
+        cluster.remove(call.hub.calls_to(Role.ENCODER)[0].worker.worker_id)
+        yield prefill_pb2.PrefillResponse(need_items=prefill_pb2.NeedItems(item_indices=[0]))
+        async for message in fake.prefill_well(call):
+            yield message
+
+    script = Script(prefill=prefill)
+    async with running(("e-0", E), ("e-1", E), ("p-0", P), ("d-0", D), script=script) as (cluster, pipeline):
+        assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
+        first, second = cluster.hub.calls_to(Role.ENCODER)
+        assert first.worker != second.worker
+        assert (first.ref.attempt, second.ref.attempt) == (0, 0)
+
+
 async def test_a_picture_that_prefill_had_all_along_may_come_too_late() -> None:
     """Its KV was cached: prefill is through before the encoder asks, and the encoder hears that the attempt is over."""
     said = asyncio.Event()

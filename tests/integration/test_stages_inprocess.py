@@ -470,7 +470,7 @@ async def test_a_decode_worker_that_answers_no_transfer_is_replaced_by_another(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was stopped: the time that a link waits runs out long before the request's."""
-    bind = functools.partialmethod(ReceiverLink.bind_kv, timeout_s=0.3)
+    bind = functools.partialmethod(ReceiverLink.bind_kv, timeout_s=1.0)
     request = asked("what is it?", picture(1))
     async with InProcessCluster(model_dir, kv_pool_bytes=SMALL_POOL, num_prefills=2, num_decodes=2) as cluster:
         control = await cluster.generate(request)

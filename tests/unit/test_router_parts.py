@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.app import Cluster
@@ -190,6 +190,7 @@ def complete_paths(pool: Sequence[WorkerInfo], pictures: bool) -> set[tuple[str,
     return found
 
 
+@settings(deadline=None)
 @given(pools(), st.booleans(), st.integers(0, 50), st.data())
 def test_a_path_is_found_whenever_there_is_one_and_it_avoids_what_it_can(
     pool: list[WorkerInfo], pictures: bool, turn: int, data: st.DataObject
@@ -211,6 +212,7 @@ def test_a_path_is_found_whenever_there_is_one_and_it_avoids_what_it_can(
         assert len(set(ids) & avoided) == fewest
 
 
+@settings(deadline=None)
 @given(pools(), st.integers(0, 10_000))
 def test_no_worker_sees_anothers_pictures_beside_a_dedicated_encoder(pool: list[WorkerInfo], turn: int) -> None:
     view = ClusterView((E0, P0, D0, *pool))
@@ -219,13 +221,13 @@ def test_no_worker_sees_anothers_pictures_beside_a_dedicated_encoder(pool: list[
         assert path.prefill == path.decode or Role.DECODE not in path.prefill.roles
 
 
+@settings(deadline=None)
 @given(pools(), st.booleans())
 def test_those_first_asked_take_equal_turns(pool: list[WorkerInfo], pictures: bool) -> None:
     view = ClusterView((E0, P0, D0, *pool))
-    count = 60  # a multiple of what there can be first
-    first = Counter(chosen(view, turn, pictures).decode.worker_id for turn in range(count * 7))
-    assert len(set(first.values())) == 1
-    assert set(first) == {found.worker_id for found in view.workers if Role.DECODE in found.roles}
+    able = [found.worker_id for found in view.workers if Role.DECODE in found.roles]
+    first = Counter(chosen(view, turn, pictures).decode.worker_id for turn in range(3 * len(able)))
+    assert first == dict.fromkeys(able, 3)
 
 
 def test_few_identities_move_when_an_encoder_leaves() -> None:
