@@ -49,19 +49,24 @@ class Choices:
         self._pipeline = pipeline
         self._question = question
         self._answers: dict[int, Answer] = {}
+        self._num_running = len(question.texts)
         self._prefilled = asyncio.Event()
         # At most one entry a token and one end for each choice, so a slow reader never holds a worker back.
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices as they come, those of each in order; or an error is raised. To be iterated once."""
-        num_running = len(self._question.texts)
-        while num_running:
+        while not self.have_ended:
             piece = await self._pieces.get()
             if isinstance(piece, Exception):
                 raise piece
-            num_running -= piece.finish_reason is not None
+            self._num_running -= piece.finish_reason is not None
             yield piece
+
+    @property
+    def have_ended(self) -> bool:
+        """All pieces have been handed out."""
+        return not self._num_running
 
     @property
     def num_completion_tokens(self) -> int:
@@ -126,7 +131,9 @@ class Choices:
 
 @asynccontextmanager
 async def running_choices(pipeline: Pipeline, question: Question) -> AsyncIterator[Choices]:
-    """Leaving the block cancels all that still runs."""
+    """Leaving the block cancels all that still runs; after the last piece it waits until every call has been closed."""
     choices = Choices(pipeline, question)
-    async with owned_task(choices.run()):
+    async with owned_task(choices.run()) as task:
         yield choices
+        if choices.have_ended:
+            await asyncio.wait([task])

@@ -113,11 +113,12 @@ async def test_the_choices_are_those_of_single_runs_with_the_next_seeds(
         cluster.check_integrity()
 
 
-async def test_choices_encode_and_ship_their_pictures_once(model_dir: Path) -> None:
+@topologies
+async def test_choices_encode_and_ship_their_pictures_once(model_dir: Path, topology: Literal["mono", "e-p-d"]) -> None:
     """The question after the pictures is longer than a page, so that the radix cache holds all their rows."""
     media = (draw_picture(1, (84, 56)), draw_picture(2, (56, 112)))
     request = asked("what is it, and what is beside it, and what is above it and below it?", *media, temperature=1.0)
-    async with InProcessCluster(model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
+    async with InProcessCluster(model_dir, topology, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
         plan = cluster.plan(request)
         _, choices = await choose(cluster, request, 4)
     rows = choices.all_events()

@@ -232,6 +232,19 @@ def test_what_was_impossible_has_the_least_log_probability() -> None:
     assert told.top == ((0, 0.0), (2, -9999.0), (1, -9999.0))
 
 
+def test_a_row_of_nan_harms_no_row_beside_it() -> None:
+    """It is a broken model's; its log probabilities are refused at the router, and its neighbours go on."""
+    logits = torch.tensor([[float("nan")] * 5, [0.0, 9.0, 0.0, 0.0, 0.0]])
+    how = Sampling(1, temperature=0.1, top_k=2, top_p=0.9, min_p=0.1, num_logprobs=2)
+    rows = [SampleRow(how, 0, 0), SampleRow(how, 0, 0)]
+    tokens = sample(logits, rows)
+    assert tokens[1] == 1
+    assert 0 <= tokens[0] < 5
+    broken, sound = logprobs(logits, rows, tokens)
+    assert broken is not None and math.isnan(broken.logprob)
+    assert sound is not None and sound.top[0][0] == 1
+
+
 def test_a_rare_end_token_beyond_the_vocabulary_does_no_harm() -> None:
     row = SampleRow(Sampling(9, min_tokens=5, eos_token_ids=frozenset({1, 999_999})), 0, 0, index=0)
     assert sample(torch.tensor([[1.0, 5.0, 3.0]]), [row]) == [2]

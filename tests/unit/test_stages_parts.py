@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from triptych.core.clock import SystemClock
 from triptych.core.errors import DeadlineExceeded, Overloaded, PeerLost, StaleAttempt, TriptychError
+from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
-from triptych.core.plan import FinishReason, Token
-from triptych.stages import attempts, landing
+from triptych.core.plan import FinishReason, Plan, Sampling, Token, TokenLogprobs
+from triptych.core.timeline import Timeline
+from triptych.rpc import convert
+from triptych.stages import attempts, decode, landing
 from triptych.stages.attempts import AttemptFence
+from triptych.stages.decode import Answer
 from triptych.stages.events import Admitted, Decoding, Event, EventStream, Finished, HandedOff, Sampled, SplitStream
 from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.tasks import on_engine
@@ -284,3 +289,25 @@ async def test_a_failure_that_comes_after_its_caller_left_is_no_news_for_the_log
     del waiting, work
     gc.collect()
     assert reports == []
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+async def test_however_many_tokens_wait_no_message_comes_near_grpcs_limit() -> None:
+    """A reader that slept while an answer with all its log probabilities was made."""
+    top = tuple((999_999, -1.0 / 3) for _ in range(20))
+    made = [Token(index, 999_999, TokenLogprobs(-1.0 / 3, top)) for index in range(1, 20_000)]
+    stream = EventStream(asyncio.get_running_loop())
+    stream.tokens(made)
+    stream.finished(FinishReason.LENGTH)
+    await asyncio.sleep(0)
+    plan = Plan((1,), (), Sampling(20_000, num_logprobs=20), 1.0)
+    clock = SystemClock()
+    answer = Answer(plan, Grant("g", "d", 1, bytes(16), 1, 1), stream, Timeline("decode", "d", clock), 0)
+    messages = [message async for message in decode._responses(answer)]
+    assert max(message.ByteSize() for message in messages) < 2**20
+    *batches, done = messages
+    sent = [convert.token_from_proto(token) for batch in batches for token in batch.tokens.tokens]
+    assert sent == made
+    assert done.generate_done.usage.completion_tokens == 20_000

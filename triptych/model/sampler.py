@@ -122,13 +122,13 @@ def adjusted(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
 
 
 def shortlist(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps 5 to 8: (probabilities, ids), likeliest first, equals by id; what is ruled out has probability 0 and stands
-    at the end. The probabilities need not add up to 1."""
+    """Steps 5 to 8: (probabilities, ids), likeliest first, equals by id. What is ruled out is not in it, or stands at
+    the end with probability 0. The probabilities need not add up to 1."""
     # Less the largest first: however small the temperature is, the best token stays at 0 and nothing becomes NaN.
-    scaled, ids = torch.sort((scores - scores.max()) / sampling.temperature, descending=True, stable=True)
-    if sampling.top_k is not None and sampling.top_k < len(scaled):
-        scaled = scaled.masked_fill(scaled < scaled[sampling.top_k - 1], float("-inf"))
-    probabilities = torch.softmax(scaled, dim=-1)
+    scaled = (scores - scores.max()) / sampling.temperature
+    candidates = _at_least_kth(scaled, min(sampling.top_k or len(scaled), len(scaled)))
+    scaled, order = torch.sort(scaled[candidates], descending=True, stable=True)
+    probabilities, ids = torch.softmax(scaled, dim=-1), candidates[order]
     kept = torch.ones_like(probabilities, dtype=torch.bool)
     if sampling.top_p < 1:
         kept[1:] = torch.cumsum(probabilities, dim=-1)[:-1] < sampling.top_p
@@ -165,11 +165,21 @@ def _row_logprobs(logits: torch.Tensor, chosen: int, num_top: int) -> TokenLogpr
     values = torch.log_softmax(logits.double(), dim=-1)
     if not num_top:
         return TokenLogprobs(_bounded(values[chosen].item()))
-    least = torch.topk(values, min(num_top, len(values))).values[-1]
-    near = torch.nonzero(values >= least).view(-1)  # ascending, so that equals stay in the order of their ids
+    near = _at_least_kth(values, min(num_top, len(values)))
     ordered, at = torch.sort(values[near], descending=True, stable=True)
     top = zip(near[at[:num_top]].tolist(), ordered[:num_top].tolist(), strict=True)
     return TokenLogprobs(_bounded(values[chosen].item()), tuple((token_id, _bounded(value)) for token_id, value in top))
+
+
+def _at_least_kth(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids of the k largest and of all that equal the k-th, ascending: so a stable sort keeps equals in their order.
+
+    NaN is not less than anything: a row of it keeps all and harms none beside it.
+    """
+    if k == len(values):
+        return torch.arange(k, device=values.device)
+    least = torch.topk(values, k).values[-1]
+    return torch.nonzero(~(values < least)).view(-1)
 
 
 def _bounded(logprob: float) -> float:

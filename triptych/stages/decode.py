@@ -41,6 +41,9 @@ from triptych.transport.types import Arena
 from triptych.wire.v1 import decode_pb2 as pb
 from triptych.wire.v1 import decode_pb2_grpc
 
+# With the most alternatives a token takes some 400 bytes, so that a message stays far below gRPC's 4 MiB.
+MAX_BATCH_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -261,14 +264,15 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
 
 
 async def _responses(answer: Answer) -> AsyncIterator[pb.GenerateResponse]:
-    """Token batches (whatever waits goes into one message), then the end."""
+    """Token batches (what waits goes into one message, up to a bound), then the end."""
     num_tokens = 1
     while True:
         events = [await answer.stream.next(), *answer.stream.ready()]
         tokens = [token for event in events if isinstance(event, Sampled) for token in event.tokens]
-        if tokens:
-            num_tokens = tokens[-1].index + 1
-            yield pb.GenerateResponse(tokens=pb.TokenBatch(tokens=[convert.token_to_proto(token) for token in tokens]))
+        for first in range(0, len(tokens), MAX_BATCH_TOKENS):
+            batch = tokens[first : first + MAX_BATCH_TOKENS]
+            num_tokens = batch[-1].index + 1
+            yield pb.GenerateResponse(tokens=pb.TokenBatch(tokens=[convert.token_to_proto(token) for token in batch]))
         for event in events:
             if isinstance(event, Finished):
                 answer.timeline.add("finish", answer.opened_ns, num_tokens=num_tokens)
