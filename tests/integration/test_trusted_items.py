@@ -440,6 +440,16 @@ async def test_a_wrong_grid_does_not_meet_the_cached_embedding(
         await ask(epd.pipeline, plan, media)
 
 
+async def test_pictures_planned_by_other_processor_settings_than_the_encoders_are_refused(
+    epd: InProcessCluster, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(epd.adapter, "processing_key", b'{"patch_size": 15}')
+        with pytest.raises(MediaMismatch, match="identity names"):
+            await epd.generate(asked(PICTURE))
+    await is_whole(epd, truth)
+
+
 # --- number formats ---------------------------------------------------------------------------------------------------
 
 
