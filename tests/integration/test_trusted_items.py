@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -26,14 +29,17 @@ from tests.parity.prompts import draw_picture
 from tests.parity.reference import ReferenceModel
 from triptych.core.clock import SystemClock
 from triptych.core.errors import InvalidRequest, MediaMismatch, RequestError, TriptychError
+from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat, Modality, Plan
 from triptych.mm.tensor import TensorValue
 from triptych.mm.trusted import ItemData, TrustedRequest
 from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
-from triptych.rpc.client import ChannelPool
+from triptych.rpc import convert
+from triptych.rpc.client import ChannelPool, encoder_stub
 from triptych.testing.cluster import ChatRequest, InProcessCluster
+from triptych.wire.v1 import encoder_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,6 +48,7 @@ SMALL_POOL = 4 << 20
 QUESTION = "what is it?"
 PICTURE = draw_picture(1, (84, 56))
 OTHER = draw_picture(2, (56, 84))
+ITEMS_PAGE = Path(__file__).parents[2] / "docs" / "items.md"
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +331,45 @@ async def test_sizes_that_cannot_be_are_refused_before_a_byte_is_asked_for(
     await is_whole(epd, truth)
 
 
+async def test_media_of_no_bytes_are_taken_when_they_are_known_and_refused_when_not(
+    epd: InProcessCluster, truth: list[int]
+) -> None:
+    plan = epd.plan(asked(PICTURE))
+    known = dataclasses.replace(plan, items=(dataclasses.replace(plan.items[0], media_bytes=0),))
+    with pytest.raises(InvalidRequest, match="no bytes were announced"):
+        await ask(epd.pipeline, known, [b""])
+    await is_whole(epd, truth)
+    assert (await ask(epd.pipeline, known, [b""])).token_ids == truth
+
+
+@pytest.mark.parametrize("count", [2, 1025])
+async def test_an_encode_call_with_an_item_twice_or_with_too_many_is_refused(
+    epd: InProcessCluster, count: int, truth: list[int]
+) -> None:
+    plan = epd.plan(asked(PICTURE))
+    workers = {worker.ref.worker_id: worker.info for worker in epd.workers}
+    encoder, prefill = workers["encoder-0"], workers["prefill-0"]
+    assert encoder is not None and prefill is not None
+    entry = encoder_pb2.EncodeItem(item_index=0, item=convert.item_to_proto(plan.items[0]))
+    start = encoder_pb2.EncodeStart(
+        ref=convert.ref_to_proto(AttemptRef(new_request_id())),
+        prefill_worker_id=prefill.worker_id,
+        prefill_epoch=prefill.epoch,
+        items=[entry] * count,
+        timeout_ms=5000,
+        model_fingerprint=plan.model_fingerprint,
+    )
+
+    async def requests() -> AsyncIterator[encoder_pb2.EncodeRequest]:
+        yield encoder_pb2.EncodeRequest(start=start)
+
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        async for _ in encoder_stub(epd.pipeline._channels, encoder).Encode(requests(), timeout=5):
+            pass
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await is_whole(epd, truth)
+
+
 async def test_a_video_is_refused(epd: InProcessCluster, stock: StockPrompt, truth: list[int]) -> None:
     request = stock.request(epd.adapter, [stock.pictures[0].embedded], MAX_TOKENS)
     plan, media = with_item(request, request.media[0], modality=Modality.VIDEO)
@@ -394,6 +440,16 @@ async def test_a_wrong_grid_does_not_meet_the_cached_embedding(
         await ask(epd.pipeline, plan, media)
 
 
+async def test_pictures_planned_by_other_processor_settings_than_the_encoders_are_refused(
+    epd: InProcessCluster, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(epd.adapter, "processing_key", b'{"patch_size": 15}')
+        with pytest.raises(MediaMismatch, match="identity names"):
+            await epd.generate(asked(PICTURE))
+    await is_whole(epd, truth)
+
+
 # --- number formats ---------------------------------------------------------------------------------------------------
 
 
@@ -420,10 +476,23 @@ async def test_an_encoder_of_another_number_format_gives_an_error_and_never_an_a
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
+async def run_published_code(names: dict[str, Any]) -> None:
+    """The blocks of Python in docs/items.md, one after the other, in one namespace."""
+    blocks = re.findall(r"```python\n(.*?)```", ITEMS_PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        code = compile(block, ITEMS_PAGE.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        running = eval(code, names)
+        if running is not None:
+            await running
+    await names["channels"].close()
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.cluster
 async def test_workers_keep_their_pids_whatever_a_trusted_caller_sends(tmp_path: Path) -> None:
-    """Over the gRPC interface of a cluster of processes, found by its runtime folder as docs/items.md shows it."""
+    """Over the gRPC interface of a cluster of processes, found by its runtime folder. The code of docs/items.md, as it
+    stands there, then gets the picture's answer."""
     reference = ReferenceModel(DEMO_DIR)
     stock = stock_prompt(reference, prompt_of(QUESTION, PICTURE))
     truth = list(reference.generate_now(prompt_of(QUESTION, PICTURE), MAX_TOKENS).tokens)
@@ -442,7 +511,10 @@ async def test_workers_keep_their_pids_whatever_a_trusted_caller_sends(tmp_path:
             for plan, media in bad:
                 with pytest.raises(RequestError):
                     await ask(pipeline, plan, media)
-            assert (await ask(pipeline, good.plan, good.media)).token_ids == truth
+            published = {"runtime_dir": launcher.runtime, "model_dir": DEMO_DIR}
+            published |= {"rows": picture.rows, "input_ids": stock.ids}
+            await run_published_code(published)
+            assert published["tokens"] == truth
         finally:
             await channels.close()
         assert len(before) == 3

@@ -302,6 +302,18 @@ def test_ranges_that_do_not_add_up_are_a_mismatch(edit: Callable[[pb.Plan], obje
         convert.plan_from_proto(edited(edit))
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "timeout_ms"), [(1045.525, 1045525), (1.0001, 1001), (1e-9, 1), (86_400.0, 86_400_000)]
+)
+def test_a_whole_number_of_milliseconds_stays_one(timeout_s: float, timeout_ms: int) -> None:
+    assert convert.timeout_to_ms(timeout_s) == timeout_ms
+
+
+@given(st.integers(1, 86_400_000))
+def test_milliseconds_come_back(timeout_ms: int) -> None:
+    assert convert.timeout_to_ms(convert.timeout_from_ms(timeout_ms)) == timeout_ms
+
+
 def test_grants_and_workers_are_bounded_too() -> None:
     grant = convert.grant_to_proto(Grant("grant-1", "decode-1", 1, b"c" * 16, 4, 1))
     twice = GroupRegions(0, 0, (Region(0, 4), Region(3, 1)))

@@ -31,6 +31,7 @@ def expand(compact_ids: Ids, items: Sequence[Item], fills: Sequence[IdArray]) ->
         InvalidRequest: an id is not a whole number of at most 64 bits.
     """
     check_ranges(compact_ids, items)
+    assert [len(fill) for fill in fills] == [item.num_tokens for item in items]
     pieces: list[IdArray] = []
     source = id_array(compact_ids)
     cursor = 0
@@ -39,7 +40,7 @@ def expand(compact_ids: Ids, items: Sequence[Item], fills: Sequence[IdArray]) ->
         pieces.append(fills[item_index][row : row + run.length])
         cursor = run.compact_index + 1
     pieces.append(source[cursor:])
-    return np.concatenate(pieces)
+    return np.concatenate(pieces, dtype=np.int64)
 
 
 def id_array(ids: Ids) -> IdArray:

@@ -260,8 +260,9 @@ def cache_salt_from_proto(value: bytes) -> bytes:
 
 
 def timeout_to_ms(timeout_s: float) -> int:
-    """Rounded up, at least 1: what is expired is not sent at all."""
-    return max(1, math.ceil(timeout_s * 1000))
+    """Rounded up, at least 1: what is expired is not sent at all. A whole number of milliseconds stays what it is,
+    though the product of two floats may be a little above it."""
+    return max(1, math.ceil(round(timeout_s * 1000, 6)))
 
 
 def timeout_from_ms(timeout_ms: int) -> float:

@@ -30,7 +30,7 @@ from triptych.core.timeline import Timeline
 from triptych.mm.item import MultimodalDataItem, received_item
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
-from triptych.rpc import convert
+from triptych.rpc import check, convert
 from triptych.rpc.errors import AbortOnError
 from triptych.stages.attempts import AttemptFence
 from triptych.stages.embeddings import EmbeddingSupply
@@ -124,6 +124,7 @@ class EncoderStage(encoder_pb2_grpc.EncoderServicer):
             raise TransferRefused("the request was made for another model than this worker serves")
         if not first.start.items:
             raise InvalidRequest("an Encode call needs at least one item")
+        check.at_most("items", first.start.items, convert.MAX_ITEMS)
         if len({entry.item_index for entry in first.start.items}) != len(first.start.items):
             raise InvalidRequest("an Encode call names an item twice")
         self._fence.enter(convert.ref_from_proto(first.start.ref))
