@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from triptych.core.errors import DeadlineExceeded, PeerLost, ReceiverLost
+from triptych.core.errors import DeadlineExceeded, PeerLost, ReceiverLost, TriptychError
 from triptych.core.ids import WorkerRef
 from triptych.core.worker import WorkerInfo
 from triptych.registry.static import StaticRegistry
@@ -39,11 +39,18 @@ class RegistryLinks:
 
 @contextmanager
 def needs_receiver() -> Iterator[None]:
-    """Around what only waits for the receiver: if it is gone, or silent until the link's own time is up, the fault is
-    its own and not the sender's, and another receiver may do. Raises ReceiverLost then."""
+    """Around what only waits for the receiver. Raises ReceiverLost where `blaming_receiver` does."""
     try:
         yield
-    except DeadlineExceeded as error:
-        raise ReceiverLost("a worker did not answer the one that was to send to it") from error
-    except PeerLost as error:
-        raise ReceiverLost("a worker was lost to the one that was to send to it") from error
+    except (DeadlineExceeded, PeerLost) as error:
+        raise blaming_receiver(error) from error
+
+
+def blaming_receiver(error: TriptychError) -> TriptychError:
+    """What a transfer failed with: if the receiver is gone, or silent until the link's own time is up, the fault is its
+    own and not the sender's, and another receiver may do: ReceiverLost then."""
+    if isinstance(error, DeadlineExceeded):
+        return ReceiverLost("a worker did not answer the one that was to send to it")
+    if isinstance(error, PeerLost):
+        return ReceiverLost("a worker was lost to the one that was to send to it")
+    return error

@@ -23,7 +23,7 @@ from triptych.rpc.errors import AbortOnError
 from triptych.stages.attempts import AttemptFence
 from triptych.stages.events import Admitted, Decoding, EventStream, Finished, HandedOff, Sampled, SplitStream
 from triptych.stages.landing import EmbeddingLanding
-from triptych.stages.links import needs_receiver
+from triptych.stages.links import blaming_receiver, needs_receiver
 from triptych.stages.sequences import check_plan, new_sequence
 from triptych.stages.tasks import Background, on_engine
 from triptych.transport.carrier import WriterEvents
@@ -167,7 +167,7 @@ class _PrefillRun:
         if num_pages < parts.engine.manager.pages_for(self._plan.num_prompt_tokens):
             raise TransferRefused("the decode worker named too few pages")
         events = WriterEvents(
-            failed=lambda error: _posted(parts.engine, partial(parts.engine.abort, self._ref, error)),
+            failed=lambda error: _posted(parts.engine, partial(parts.engine.abort, self._ref, blaming_receiver(error))),
             relieved=lambda: _posted(parts.engine, _wake_up),
         )
         writer = self._link.page_writer(self._grant, parts.pages, events)
