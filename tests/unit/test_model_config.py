@@ -127,6 +127,7 @@ def test_a_field_of_the_familys_own_is_named(
         ("text_config.num_key_value_heads", 3),
         ("text_config.use_sliding_window", True),
         ("text_config.layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("text_config.layer_types", 3),
         ("text_config.rope_parameters", MISSING),
         ("text_config.rope_parameters", 3),
         ("text_config.rope_parameters.mrope_section", MISSING),

@@ -149,9 +149,9 @@ class QwenVLAdapter(Adapter):
         text.number("rms_norm_eps")
         if text.values.get("use_sliding_window"):
             text.refuse("use_sliding_window", "and attention in sliding windows cannot be served yet")
-        for kind in text.values.get("layer_types") or []:
-            if kind != "full_attention":
-                text.refuse("layer_types", "and only full attention can be served yet")
+        kinds = text.values.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            text.refuse("layer_types", "and only full attention can be served yet")
         rope = text.table("rope_scaling" if "rope_scaling" in text else "rope_parameters")
         (rope if "rope_theta" in rope else text).number("rope_theta")
         kind_field = "rope_type" if "rope_type" in rope else "type"
