@@ -12,6 +12,7 @@ import os
 import random
 import secrets
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -19,6 +20,9 @@ _SEED = int(os.environ.get("TRIPTYCH_TEST_SEED") or secrets.randbits(31))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # An example has no time limit of its own: on a busy machine it would measure the machine.
+    hypothesis.settings.register_profile("triptych", deadline=None)
+    hypothesis.settings.load_profile("triptych")
     if config.pluginmanager.hasplugin("hypothesispytest"):
         config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(_SEED)
 
