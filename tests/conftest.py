@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -17,6 +18,9 @@ from tests.seed import SEED
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # An example has no time limit of its own: on a busy machine it would measure the machine.
+    hypothesis.settings.register_profile("triptych", deadline=None)
+    hypothesis.settings.load_profile("triptych")
     if config.pluginmanager.hasplugin("hypothesispytest"):
         config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(SEED)
 
