@@ -31,6 +31,7 @@ from triptych.stages.embeddings import EmbeddingSupply
 from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster, Topology
 from triptych.transport import zmq_carrier
 from triptych.transport.data_frame import DataHeader
+from triptych.transport.types import ArenaKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -224,6 +225,9 @@ async def test_every_transport_gives_the_tokens_and_logits_of_shared_memory(
         async with InProcessCluster(
             model_dir, chunk_tokens=16, kv_pool_bytes=SMALL_POOL, transport=transport, capture_logits=True
         ) as cluster:
+            arenas = [worker._transfer._receivers.arena(kind) for worker in cluster.workers for kind in ArenaKind]
+            has_segments = {arena.segment is not None for arena in arenas if arena is not None}
+            assert has_segments == {transport == "shm"}, "only shm needs /dev/shm"
             results[transport] = await cluster.generate_many(requests, concurrency=4)
             await all_is_given_back(cluster)
         moved = {key for key, count in moved_bytes().items() if count > before[key]}
