@@ -11,6 +11,7 @@ waits: it sees `is_congested` and computes for others.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import stat
 import threading
@@ -25,6 +26,7 @@ import zmq.asyncio
 
 from triptych.core.errors import NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import Grant
+from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, PayloadKind, pack
 from triptych.transport.pages import PageSource, granted_pages, pages_in
@@ -41,6 +43,8 @@ KEEPALIVE_IDLE_S: Final = 30
 # the cache may reach, a grant fails. A grant alone on the link may always be as large as it is.
 CONGESTED_BYTES: Final = 64 << 20
 MAX_IN_FLIGHT_BYTES: Final = 1 << 30
+
+_log = logging.getLogger(__name__)
 
 
 class InFlight:
@@ -195,6 +199,9 @@ class ZmqCarrier:
                 return self._break(PeerLost("the other worker has stopped taking data"))
             except zmq.ZMQError:
                 return self._break(PeerLost("the data socket to the other worker broke"))
+            except Exception:
+                _log.exception("data could not be sent")
+                return self._break(TriptychError(INTERNAL_MESSAGE))
 
     async def _send(self, parcel: Parcel) -> None:
         size = len(parcel.data)
