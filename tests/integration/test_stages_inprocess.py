@@ -45,6 +45,7 @@ from triptych.testing.holdings import until_idle
 from triptych.transport import zmq_carrier
 from triptych.transport.data_frame import DataHeader
 from triptych.transport.receiver_link import ReceiverLink
+from triptych.transport.types import ArenaKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -219,16 +220,19 @@ async def test_every_transport_gives_the_tokens_and_logits_of_shared_memory(
     monkeypatch.setattr(zmq_carrier, "CONGESTED_BYTES", 1)
     requests = [asked(f"q{n}", picture(n), picture(n + 1)) for n in range(4)]
     results = {}
-    for transport in ("shm", "zmq-ipc", "zmq-tcp"):
+    for transport, label in (("shm", "shm"), ("auto", "shm"), ("zmq-ipc", "zmq"), ("zmq-tcp", "zmq")):
         before = moved_bytes()
         async with InProcessCluster(
             model_dir, chunk_tokens=16, kv_pool_bytes=SMALL_POOL, transport=transport, capture_logits=True
         ) as cluster:
+            arenas = [worker._transfer._receivers.arena(kind) for worker in cluster.workers for kind in ArenaKind]
+            has_segments = {arena.segment is not None for arena in arenas if arena is not None}
+            assert has_segments == {label == "shm"}, "only shm needs /dev/shm"
             results[transport] = await cluster.generate_many(requests, concurrency=4)
             await all_is_given_back(cluster)
         moved = {key for key, count in moved_bytes().items() if count > before[key]}
-        assert moved == {("embedding", transport.split("-")[0]), ("kv", transport.split("-")[0])}
-    for other in ("zmq-ipc", "zmq-tcp"):
+        assert moved == {("embedding", label), ("kv", label)}
+    for other in ("auto", "zmq-ipc", "zmq-tcp"):
         assert [result.token_ids for result in results[other]] == [result.token_ids for result in results["shm"]]
         for ours, theirs in zip(results[other], results["shm"], strict=True):
             assert ours.logits == pytest.approx(theirs.logits, abs=1e-4)

@@ -163,7 +163,7 @@ hellos = st.builds(
     st.sampled_from(["encoder-1", "", "bad name"]),
     st.sampled_from([0, 1, 2**64 - 1]),
     st.sampled_from(["host-1", "host-2", ""]),
-    st.lists(st.sampled_from(["shm", "inproc", "nixl", "?"]), max_size=20),
+    st.lists(st.sampled_from(["shm", "inproc", "zmq-ipc", "zmq-tcp", "nixl", "?"]), max_size=20),
     st.sampled_from([0, 1, 2, 77]),
     st.sampled_from([LAYOUT, b"", b"x" * 32]),
 )

@@ -23,6 +23,7 @@ from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.engine.encoder import EncodeEngine
 from triptych.engine.loop import LanguageEngine, LogitsObserver
 from triptych.kv.grants import GrantTable
+from triptych.kv.pages import PageLayout
 from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
@@ -43,6 +44,7 @@ from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSet
 from triptych.stages.tasks import Background
 from triptych.transport.layout import embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link_pool import LinkPool
+from triptych.transport.names import SHM
 from triptych.transport.receiver import Receivers
 from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
@@ -256,10 +258,11 @@ class Worker:
         of it on a GPU."""
         if not self._plan.lands_kv_of_others:
             return _new_pool(shape, compute), None
-        segment = self._segment(shape.pool_bytes(compute.dtype), "kv")
-        arena = Arena.shared(ArenaKind.KV, layout, segment, shape.layout(compute.dtype))
+        arena = self._open_arena(
+            ArenaKind.KV, layout, shape.pool_bytes(compute.dtype), "--kv-pool-bytes", shape.layout(compute.dtype)
+        )
         if _is_host_memory(compute):
-            return view_pool(segment.buffer, shape, compute.dtype), arena
+            return view_pool(arena.buffer, shape, compute.dtype), arena
         return _new_pool(shape, compute), arena
 
     def _make_landing(self, settings: LanguageSettings, links: RegistryLinks) -> Arena:
@@ -267,13 +270,18 @@ class Worker:
             with _enough_memory("--landing-bytes", settings.landing_bytes):
                 buffer = memoryview(bytearray(settings.landing_bytes))
             return Arena(ArenaKind.EMBEDDING, links.embedding_layout, buffer)
-        segment = self._segment(settings.landing_bytes, "landing")
-        return Arena.shared(ArenaKind.EMBEDDING, links.embedding_layout, segment)
+        return self._open_arena(ArenaKind.EMBEDDING, links.embedding_layout, settings.landing_bytes, "--landing-bytes")
 
-    def _segment(self, num_bytes: int, kind: str) -> SharedSegment:
-        segment = SharedSegment.create(num_bytes, kind)
+    def _open_arena(
+        self, kind: ArenaKind, layout: bytes, num_bytes: int, flag: str, pages: PageLayout | None = None
+    ) -> Arena:
+        """Memory that other processes write to, shared unless they may only send frames."""
+        if SHM not in self._transports:
+            with _enough_memory(flag, num_bytes):
+                return Arena.unshared(kind, layout, memoryview(bytearray(num_bytes)), pages)
+        segment = SharedSegment.create(num_bytes, "kv" if kind is ArenaKind.KV else "landing")
         self._exit.callback(segment.close)
-        return segment
+        return Arena.shared(kind, layout, segment, pages)
 
     def _run_engine(self, engine: _Engine) -> None:
         self._engines.append(engine)

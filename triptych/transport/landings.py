@@ -136,9 +136,9 @@ class LandingSession:
 
     def take(self, header: DataHeader, payload: memoryview) -> None:
         """Raises BadFrame, and then nothing has changed."""
-        landing = self._by_ticket.get(header.ticket)
         if not hmac.compare_digest(header.session_key, self.session_key):
             raise BadFrame("forged")
+        landing = self._by_ticket.get(header.ticket)
         if landing is None:
             raise BadFrame("late")
         landing.take(header, payload)
@@ -150,7 +150,7 @@ class LandingSession:
             TransferRefused: bytes were lost or stopped coming, there are more of them than was said, or other ones.
             Aborted: the grant was given up meanwhile.
         """
-        landing = self._by_ticket.get(self._tickets.get(key, -1))
+        landing = self._find(key)
         if landing is None:
             raise TransferRefused("no such slot or grant was given to this session")
         await self._wait(key, landing, num_bytes)
@@ -170,6 +170,10 @@ class LandingSession:
         for key in list(self._tickets):
             self._forget(key)
 
+    def _find(self, key: GrantKey) -> Landing | None:
+        ticket = self._tickets.get(key)
+        return None if ticket is None else self._by_ticket[ticket]
+
     def _forget(self, key: GrantKey) -> None:
         ticket = self._tickets.pop(key, None)
         if ticket is not None:
@@ -182,7 +186,7 @@ class LandingSession:
                     landing.moved.clear()
                     async with asyncio.timeout(STALLED_S):
                         await landing.moved.wait()
-                    if self._by_ticket.get(self._tickets.get(key, -1)) is not landing:
+                    if self._find(key) is not landing:
                         raise Aborted("the transfer was given up")
         except TimeoutError:
             return

@@ -360,9 +360,10 @@ class Conversation:
 
     def _offer(self, kind: ArenaKind) -> ArenaOffer | None:
         arena = self._receivers.arena(kind)
-        if arena is None or arena.segment is None:
+        if arena is None or not arena.is_open:
             return None
-        return ArenaOffer(arena.layout_fingerprint, arena.segment.name, arena.segment.num_bytes)
+        name = "" if arena.segment is None else arena.segment.name
+        return ArenaOffer(arena.layout_fingerprint, name, arena.buffer.nbytes)
 
     def _peer(self) -> WorkerRef:
         assert self._session.greeting is not None

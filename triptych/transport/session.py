@@ -209,7 +209,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What a receiver says about one of its arenas in a hello."""
+    """What a receiver says about one of its arenas in a hello. `segment_name` is empty when it has none."""
 
     layout_fingerprint: bytes
     segment_name: str

@@ -26,8 +26,9 @@ class Arena:
         kind: what lands there.
         layout_fingerprint: 32 bytes from `layout.py`; a sender with another one is refused.
         buffer: the whole arena, writable bytes.
-        segment: the shared segment behind `buffer`; None when only this process can reach it (then only `inproc`).
+        segment: the shared segment behind `buffer`; None when only this process can reach that.
         pages: of a KV pool: how its bytes lie in pages.
+        is_open: other processes may write here, by the segment or by data frames; else only `inproc` may.
     """
 
     kind: ArenaKind
@@ -35,12 +36,21 @@ class Arena:
     buffer: memoryview = field(repr=False)
     segment: SharedSegment | None = None
     pages: PageLayout | None = None
+    is_open: bool = False
 
     @staticmethod
     def shared(
         kind: ArenaKind, layout_fingerprint: bytes, segment: SharedSegment, pages: PageLayout | None = None
     ) -> Arena:
-        return Arena(kind, layout_fingerprint, segment.buffer, segment, pages)
+        """Open to senders that map it and to those that send frames."""
+        return Arena(kind, layout_fingerprint, segment.buffer, segment, pages, is_open=True)
+
+    @staticmethod
+    def unshared(
+        kind: ArenaKind, layout_fingerprint: bytes, buffer: memoryview, pages: PageLayout | None = None
+    ) -> Arena:
+        """Open to senders that send frames. The worker must not offer `shm`."""
+        return Arena(kind, layout_fingerprint, buffer, None, pages, is_open=True)
 
 
 @dataclass(frozen=True, slots=True)

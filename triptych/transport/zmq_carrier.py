@@ -11,6 +11,7 @@ waits: it sees `is_congested` and computes for others.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import stat
 import threading
@@ -23,8 +24,9 @@ import xxhash
 import zmq
 import zmq.asyncio
 
-from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, TransferRefused, TriptychError
+from triptych.core.errors import NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import Grant
+from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, PayloadKind, pack
 from triptych.transport.pages import PageSource, granted_pages, pages_in
@@ -36,10 +38,13 @@ LABEL: Final = "zmq"
 SEND_HIGH_WATER: Final = 16
 SEND_TIMEOUT_S: Final = 10.0
 CONNECT_TIMEOUT_S: Final = 4.0
+KEEPALIVE_IDLE_S: Final = 30
 # Above the first nothing more is computed for the link; above the second, which the steps under way and prefixes from
 # the cache may reach, a grant fails. A grant alone on the link may always be as large as it is.
 CONGESTED_BYTES: Final = 64 << 20
 MAX_IN_FLIGHT_BYTES: Final = 1 << 30
+
+_log = logging.getLogger(__name__)
 
 
 class InFlight:
@@ -111,6 +116,8 @@ class ZmqCarrier:
         self.in_flight = InFlight()
         self._socket: zmq.asyncio.Socket = context.socket(zmq.PUSH)
         self._socket.linger = 0
+        self._socket.tcp_keepalive = 1  # a middlebox that forgets an idle connection would swallow frames in silence
+        self._socket.tcp_keepalive_idle = KEEPALIVE_IDLE_S
         self._socket.sndhwm = SEND_HIGH_WATER
         self._socket.immediate = True  # frames wait for a peer here, where they are counted, not in a pipe to nobody
         self._socket.plain_username, self._socket.plain_password = credentials(session, session_key)
@@ -189,9 +196,12 @@ class ZmqCarrier:
             try:
                 await self._send(self._queue.popleft())
             except TimeoutError:
-                return self._break(DeadlineExceeded("the other worker takes no more data"))
+                return self._break(PeerLost("the other worker has stopped taking data"))
             except zmq.ZMQError:
                 return self._break(PeerLost("the data socket to the other worker broke"))
+            except Exception:
+                _log.exception("data could not be sent")
+                return self._break(TriptychError(INTERNAL_MESSAGE))
 
     async def _send(self, parcel: Parcel) -> None:
         size = len(parcel.data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -18,6 +19,7 @@ import zmq.asyncio
 from triptych.obs import metrics
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+WARN_EVERY_S: Final = 60.0
 _VERSION: Final = b"1.0"
 _PLAIN: Final = b"PLAIN"
 
@@ -37,6 +39,7 @@ class Gate:
 
     def __init__(self, context: zmq.asyncio.Context, key_of: KeyOf) -> None:
         self._key_of = key_of
+        self._quiet_until = 0.0
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind(ZAP_ENDPOINT)
@@ -52,10 +55,16 @@ class Gate:
             peer, empty, version, request_id, *rest = await self._socket.recv_multipart()
             is_welcome = version == _VERSION and self._is_welcome(rest)
             if not is_welcome:
-                metrics.DATA_FRAMES_DROPPED.labels("unauthenticated").inc()
-                _log.warning("a connection to the data port showed no key of a session")
+                self._turned_away()
             status, text = (b"200", b"OK") if is_welcome else (b"400", b"no session")
             await self._socket.send_multipart([peer, empty, _VERSION, request_id, status, text, b"", b""])
+
+    def _turned_away(self) -> None:
+        metrics.DATA_FRAMES_DROPPED.labels("unauthenticated").inc()
+        now = time.monotonic()
+        if now >= self._quiet_until:  # whoever knocks again and again fills no log
+            self._quiet_until = now + WARN_EVERY_S
+            _log.warning("a connection to the data port showed no key of a session")
 
     def _is_welcome(self, request: list[bytes]) -> bool:
         """`request`: domain, address, identity, mechanism, user name, password."""

@@ -91,6 +91,7 @@ class DataPort:
             await self.close()
             raise
         self._reader = asyncio.create_task(self._read(socket), name="transfer-data")
+        self._reader.add_done_callback(_tell_if_failed)
 
     def open_session(self, session_id: int) -> LandingSession:
         """A session whose frames are taken from now on, until `close_session`."""
@@ -156,6 +157,12 @@ class DataPort:
         if session is None:
             raise BadFrame("unknown_session")
         session.take(header, parts[1])
+
+
+def _tell_if_failed(reader: asyncio.Task[None]) -> None:
+    """Without it no frame lands any more, and every commit says so; here is why."""
+    if not reader.cancelled() and (error := reader.exception()) is not None:
+        _log.error("the data socket is read no more", exc_info=error)
 
 
 def data_socket_path(folder: Path, worker_id: str) -> Path | None:
