@@ -6,7 +6,6 @@ import logging
 from contextlib import AsyncExitStack
 
 from triptych.core.errors import StartupError
-from triptych.core.worker import Role
 from triptych.obs import metrics
 from triptych.registry.runtime import RuntimeFolder
 from triptych.stages.settings import WorkerSettings
@@ -16,16 +15,14 @@ from triptych.transport.zmq_port import DataPort, data_socket_path, sweep_dead_s
 log = logging.getLogger(__name__)
 
 
-async def open_data_port(
-    common: WorkerSettings, roles: frozenset[Role], exit_stack: AsyncExitStack
-) -> tuple[tuple[str, ...], DataPort | None]:
-    """The worker's transports, best first, and its port, closed with the stack. There is none at an encoder, which
-    receives nothing, in a process that does all itself, and where shared memory alone is wanted.
+async def open_data_port(common: WorkerSettings, exit_stack: AsyncExitStack) -> tuple[tuple[str, ...], DataPort | None]:
+    """For a worker that lands what others send: its transports, best first, and its port, closed with the stack. There
+    is none where shared memory alone is wanted.
 
     Raises StartupError when it cannot listen, or when its socket's path is too long and no other way is allowed.
     """
     transports = TRANSPORT_CHOICES[common.transport]
-    if not {ZMQ_IPC, ZMQ_TCP} & set(transports) or roles in ({Role.ENCODER}, set(Role)):
+    if not {ZMQ_IPC, ZMQ_TCP} & set(transports):
         return transports, None
     folder = RuntimeFolder(common.runtime_dir).make_sockets_path()
     sweep_dead_sockets(folder, common.worker_id)

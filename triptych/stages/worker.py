@@ -44,7 +44,7 @@ from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSet
 from triptych.stages.tasks import Background
 from triptych.transport.layout import embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link_pool import LinkPool
-from triptych.transport.names import SHM
+from triptych.transport.names import SHM, TRANSPORT_CHOICES
 from triptych.transport.receiver import Receivers
 from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
@@ -162,7 +162,9 @@ class Worker:
 
     async def _build(self, adapter: Adapter, compute: ComputeChoice, channels: ChannelPool) -> None:
         receivers = Receivers()
-        self._transports, data_port = await open_data_port(self._plan.common, self._plan.roles, self._exit)
+        self._transports, data_port = TRANSPORT_CHOICES[self._plan.common.transport], None
+        if self._plan.lands_embeddings_of_others or self._plan.lands_kv_of_others:
+            self._transports, data_port = await open_data_port(self._plan.common, self._exit)
         endpoint = Endpoint(self.ref, host_id(), self._transports)
         pool = self.link_pool = LinkPool(
             endpoint, partial(transfer_stub, channels), receivers, strict=self._plan.common.strict
