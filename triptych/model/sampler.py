@@ -86,7 +86,8 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Token ids for (rows, vocabulary) float32 logits. The host waits for the device once, at the end."""
+    """Token ids for (rows, vocabulary) float32 logits. The host waits for the device here: at the end, and once for
+    each row with a top-k."""
     chosen = logits.argmax(dim=-1)
     special = [index for index, row in enumerate(rows) if not row.is_plain]
     if special:
