@@ -56,6 +56,7 @@ from triptych.transport.data_frame import DataHeader, PayloadKind, pack
 from triptych.transport.layout import checksum64, host_id
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.receiver_link import ReceiverLink
+from triptych.transport.shm import sweep_dead_segments
 from triptych.transport.types import ArenaKind, Endpoint, SlotGrant
 from triptych.transport.ways import DataSockets, Ways, host_of
 from triptych.transport.zmq_carrier import ZmqCarrier
@@ -545,6 +546,7 @@ async def receiver_process(num_bytes: int) -> AsyncIterator[tuple[asyncio.subpro
             child.send_signal(signal.SIGCONT)
             child.kill()
         await child.wait()
+        sweep_dead_segments()
 
 
 async def worst_lag_s(stop: asyncio.Event) -> float:
