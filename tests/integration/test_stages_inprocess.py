@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -44,8 +45,10 @@ from triptych.testing.cluster import ChatRequest, ChatResult, InProcessCluster
 from triptych.testing.holdings import until_idle
 from triptych.transport import zmq_carrier
 from triptych.transport.data_frame import DataHeader
+from triptych.transport.pages import MappedPages
 from triptych.transport.receiver_link import ReceiverLink
 from triptych.transport.types import ArenaKind
+from triptych.transport.zmq_carrier import ZmqPageWriter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -251,6 +254,30 @@ async def test_kv_that_lands_in_a_mirror_reaches_the_pool_that_is_computed_with(
             answers.append([result.token_ids for result in await cluster.generate_many(requests, concurrency=4)])
             await all_is_given_back(cluster)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq-tcp"])
+async def test_a_commit_that_covers_less_than_the_prompt_is_refused(
+    model_dir: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill hands over all pages but the last, and says truly how many bytes that were."""
+    request, copied = (
+        asked("a prompt of more than one page", picture(1)),
+        MappedPages if transport == "shm" else ZmqPageWriter,
+    )
+    sound = copied.copy
+
+    def all_but_the_last(writer: Any, pages: Sequence[int], first: int) -> int:
+        return sound(writer, pages[:-1], first)
+
+    async with InProcessCluster(model_dir, kv_pool_bytes=SMALL_POOL, transport=transport) as cluster:
+        control = await cluster.generate(request)
+        with monkeypatch.context() as patched:
+            patched.setattr(copied, "copy", all_but_the_last)
+            with pytest.raises(TriptychError):
+                await cluster.generate(request)
+        await all_is_given_back(cluster)
+        assert (await cluster.generate(request)).token_ids == control.token_ids
 
 
 async def test_bytes_that_the_network_damages_are_an_error_and_never_an_answer(

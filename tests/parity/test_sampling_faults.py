@@ -95,7 +95,7 @@ FAULTS = {
 async def test_parity_planted_sampling_fault_shows(
     references: dict[str, ReferenceModel], model_dirs: dict[str, Path], fault: str
 ) -> None:
-    reference = references["tiny"]
+    reference = references["qwen2.5-vl"]
     prompts = make_prompts(PROMPTS_SEED, 10)
     expected, requests = [], []
     for prompt in prompts:
@@ -108,7 +108,7 @@ async def test_parity_planted_sampling_fault_shows(
         options = SamplingOptions(repetition_penalty=PENALTY, logit_bias=tuple(sorted(bias.items())), min_tokens=LEAST)
         requests.append(request_of(prompt, options, end))
 
-    async with InProcessCluster(model_dirs["tiny"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
+    async with InProcessCluster(model_dirs["qwen2.5-vl"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
 
         async def wrong() -> list[int]:
             results = await cluster.generate_many(requests, concurrency=4)
@@ -133,14 +133,14 @@ async def test_parity_log_probabilities_after_the_penalties_would_show(
 
     async def difference(cluster: InProcessCluster) -> float:
         result = await cluster.generate(request)
-        logits = references["tiny"].teacher_forced_logits(prompt, result.token_ids)
+        logits = references["qwen2.5-vl"].teacher_forced_logits(prompt, result.token_ids)
         truth = torch.log_softmax(torch.from_numpy(logits).double(), dim=-1)
         told = [token.logprobs.logprob for token in result.tokens if token.logprobs]
         return max(
             abs(float(row[token]) - value) for row, token, value in zip(truth, result.token_ids, told, strict=True)
         )
 
-    async with InProcessCluster(model_dirs["tiny"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
+    async with InProcessCluster(model_dirs["qwen2.5-vl"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
         assert await difference(cluster) < 1e-4
         with patched(runner, "logprobs", after_penalties):
             assert await difference(cluster) > 1e-2
@@ -156,7 +156,7 @@ async def test_parity_choices_that_share_their_randomness_would_show(model_dirs:
     async def tokens(cluster: InProcessCluster, seed: int) -> list[int]:
         return (await cluster.generate(replace(request, seed=seed))).token_ids
 
-    async with InProcessCluster(model_dirs["tiny"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
+    async with InProcessCluster(model_dirs["qwen2.5-vl"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
         plain = [await tokens(cluster, 7 + choice) for choice in range(2)]
         assert plain[0] != plain[1]
         with patched(sampler, "uniform", lambda seed, choice, position: sound(seed - 1, choice + 1, position)):

@@ -37,6 +37,7 @@ from tests.unit.test_transport_link import (
     sender_by,
 )
 from triptych.core.errors import (
+    Aborted,
     InvalidRequest,
     NoRoom,
     PeerLost,
@@ -56,6 +57,7 @@ from triptych.transport.data_frame import DataHeader, PayloadKind, pack
 from triptych.transport.layout import checksum64, host_id
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.receiver_link import ReceiverLink
+from triptych.transport.shm import sweep_dead_segments
 from triptych.transport.types import ArenaKind, Endpoint, SlotGrant
 from triptych.transport.ways import DataSockets, Ways, host_of
 from triptych.transport.zmq_carrier import ZmqCarrier
@@ -486,6 +488,31 @@ async def test_a_writer_says_when_too_much_is_on_its_way_and_when_not_any_more(
         await link.commit_kv(REF, grant, 9, moved, Token(0, 5), 0)
 
 
+async def test_a_grant_given_up_while_its_commit_waits_ends_the_commit(
+    host: Host, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with zmq_link(host, kind=ArenaKind.KV) as link:
+        grant, gate = await bound(link, host), asyncio.Event()
+        sent = carrier_of(link)._socket.send_multipart
+
+        async def held(parts: list[bytes], **_: object) -> None:
+            await gate.wait()
+            await sent(parts)
+
+        carrier_of(link)._socket.send_multipart = held  # type: ignore[method-assign, assignment]
+        writer = link.page_writer(grant, Pages(seed), EVENTS)
+        moved = writer.copy([1, 2], 0)
+        committing = asyncio.create_task(link.commit_kv(REF, grant, 9, moved, Token(0, 5), 0))
+        await asyncio.sleep(0.02)
+        assert not committing.done()
+        await link.abort(REF, grant.grant_id, "given up")
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(committing, 5)
+        gate.set()
+        await eventually(lambda: [entry[:2] for entry in host.kv.aborted] == [(REF, "grant-1")])
+        assert not host.kv.landed
+
+
 async def test_more_than_may_ever_be_on_its_way_fails_that_grant_only(
     host: Host, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +572,7 @@ async def receiver_process(num_bytes: int) -> AsyncIterator[tuple[asyncio.subpro
             child.send_signal(signal.SIGCONT)
             child.kill()
         await child.wait()
+        sweep_dead_segments()
 
 
 async def worst_lag_s(stop: asyncio.Event) -> float:

@@ -24,7 +24,7 @@ import xxhash
 import zmq
 import zmq.asyncio
 
-from triptych.core.errors import NoRoom, PeerLost, TransferRefused, TriptychError
+from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import Grant
 from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
@@ -215,6 +215,7 @@ class ZmqCarrier:
                 # Without a copy: libzmq holds the payload until it is out, and nobody changes it.
                 await self._socket.send_multipart([pack(header, payload), payload], copy=False)
             parcel.sent(len(payload))
+            await asyncio.sleep(0)  # a socket that takes all at once must not keep the loop from anything else
         parcel.ended()
 
     def _break(self, error: TriptychError) -> None:
@@ -236,7 +237,7 @@ class ZmqCarrier:
 class ZmqPageWriter:
     """Implements `PageWriter`: pages are gathered on the engine's thread and sent by the carrier's pump.
 
-    `_offset`, `_digest` and `_num_pages` belong to the engine's thread until `flush`, which comes after its last copy.
+    `_offset` and `_digest` belong to the engine's thread until `flush`, which comes after its last copy.
     """
 
     def __init__(
@@ -281,17 +282,20 @@ class ZmqPageWriter:
     async def flush(self) -> int | None:
         """Raises what kept the pages from being sent. What was copied before is in the queue by now: the commit's own
         event took the same way to the loop, later."""
-        while self._pending and self._error is None:
+        while self._pending and not self._is_over:
             self._idle.clear()
             await self._idle.wait()
         self._carrier.forget(self)
         if self._error is not None:
             raise self._error
+        if self._is_cancelled:
+            raise Aborted("the transfer was given up")
         self._carrier.check()
         return self._digest.intdigest()
 
     def cancel(self) -> None:
         self._is_cancelled = True
+        self._idle.set()
         for parcel in self._pending:
             parcel.is_cancelled = True
         self._carrier.forget(self)
@@ -301,7 +305,6 @@ class ZmqPageWriter:
         if self._error is not None:
             return
         self._error = error
-        self._idle.set()
         self.cancel()
         self.events.failed(error)
 
