@@ -79,7 +79,9 @@ async def test_all_choices_go_to_the_workers_that_hold_the_prompt() -> None:
             cluster.hub.kv.clear()
             async with running_choices(pipeline, question(4)) as choices:
                 assert await collect(choices, 4) == [EXPECTED] * 4
-                assert choices.workers() == {Role.DECODE: [f"d-{turn % 2}"], Role.PREFILL: [f"p-{turn % 2}"]}
+                workers = choices.workers()
+                assert workers[Role.DECODE] == [f"d-{turn % 2}"]
+                assert workers[Role.PREFILL] in (["p-0"], ["p-1"])
                 assert choices.usage().prompt_tokens == len(PROMPT)
                 assert choices.usage().completion_tokens == 4 * MAX_TOKENS
             for role in (Role.PREFILL, Role.DECODE):

@@ -102,6 +102,8 @@ async def test_parity_planted_sampling_fault_shows(
         plain, _ = generated(reference, prompt)
         end = plain[2]
         bias = dict.fromkeys(plain[3:5], 3.0) | {plain[1]: -3.0}
+        if prompt.index % 2:
+            bias[end] = 50.0  # ends as soon as it may
         sequence_bias = [[[token], value] for token, value in bias.items()]
         how: dict[str, Any] = {"repetition_penalty": PENALTY, "sequence_bias": sequence_bias}
         expected.append(generated(reference, prompt, **how, eos_token_id=[end], min_new_tokens=LEAST))

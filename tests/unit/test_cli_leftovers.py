@@ -40,6 +40,7 @@ def test_at_the_end_nothing_is_left(folder: RuntimeFolder) -> None:
     folder.token()
     dead_socket(folder.make_sockets_path() / "decode-0.0123abcd.sock")
     leftovers.clear(folder, registry, lock)
+    leftovers.remove(folder)
     assert not folder.path.exists()
 
 
