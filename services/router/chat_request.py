@@ -17,6 +17,7 @@ from triptych.rpc.convert import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_PENALTY,
+    MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MAX_TOKEN_ID,
 )
@@ -69,6 +70,7 @@ class ChatRequest:
     ignored: tuple[str, ...]
     options: SamplingOptions = SamplingOptions()
     num_choices: int = 1
+    priority: int = 0
 
 
 def _as_stops(value: Any) -> tuple[str, ...]:
@@ -127,6 +129,7 @@ class ChatCompletionBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_INT31)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_STOP_TOKENS)] | None
     ) = None
@@ -161,6 +164,7 @@ def parse_chat_request(body: object) -> ChatRequest:
         ignored=ignored,
         options=_options(parsed, max_tokens),
         num_choices=num_choices,
+        priority=parsed.priority or 0,
     )
 
 

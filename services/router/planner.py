@@ -101,6 +101,7 @@ class Planner:
             sampling=self._sampling(request, _answer_room(prompt_tokens, request, context_tokens)),
             timeout_s=timeout_s,
             model_fingerprint=self._model.fingerprint,
+            priority=request.priority,
         )
 
     def _place(self, encoded: EncodedChat, media: Sequence[Media]) -> tuple[list[int], list[Item]]:

@@ -149,6 +149,16 @@ def test_minimum_length_and_ignored_ends(client: openai.OpenAI) -> None:
     assert (endless.usage.completion_tokens, endless.choices[0].finish_reason) == (30, "length")
 
 
+def test_a_priority_changes_no_answer(client: openai.OpenAI) -> None:
+    plain = create(client, DESCRIBE, max_tokens=12).choices[0].message.content
+    for priority in (-100, 100):
+        answer = create(client, DESCRIBE, max_tokens=12, extra_body={"priority": priority})
+        assert answer.choices[0].message.content == plain
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(client, extra_body={"priority": 101})
+    assert caught.value.param == "priority"
+
+
 def test_truncations_that_leave_one_token_are_greedy(client: openai.OpenAI) -> None:
     greedy = create(client, DESCRIBE, temperature=0, max_tokens=16).choices[0].message.content
     for only in ({"top_k": 1}, {"min_p": 1}):

@@ -74,6 +74,7 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.integers(1, 86_400_000)) / 1000,
         draw(st.binary(max_size=64)),
         draw(st.binary(min_size=32, max_size=32)),
+        draw(st.integers(-100, 100)),
     )
 
 
@@ -273,6 +274,7 @@ def edited(edit: Callable[[pb.Plan], object]) -> pb.Plan:
         ("format", lambda m: setattr(m.items[0], "format", 4)),
         ("grid.h", lambda m: setattr(m.items[0].grid, "h", 0)),
         ("model_fingerprint", lambda m: setattr(m, "model_fingerprint", b"")),
+        *[("priority", lambda m, value=value: setattr(m, "priority", value)) for value in (-101, 101, 2**31 - 1)],
         ("cache_salt length", lambda m: setattr(m, "cache_salt", b"s" * 65)),
         ("compact_ids", lambda m: m.compact_ids.append(1_000_000)),
         ("compact_ids", lambda m: m.compact_ids.append(2**32 - 1)),

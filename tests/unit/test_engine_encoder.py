@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from triptych.core.clock import SystemClock
+from triptych.core.clock import ManualClock, SystemClock
 from triptych.core.errors import TriptychError
 from triptych.core.plan import Grid
 from triptych.engine.encoder import EncodeEngine
@@ -47,3 +47,39 @@ def test_a_picture_that_breaks_the_tower_fails_alone() -> None:
             futures[1].result(5)
     finally:
         engine.stop()
+
+
+class RecordingTower(FakeTower):
+    """Remembers the patches of each pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+
+    def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        self.passes.append([grid.h * grid.w for grid in grids])
+        return super().encode(pixels, grids)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "passes"),
+    [
+        (0.0, [[8, 8, 16], [400]]),
+        (30.0, [[400], [8, 8, 16]]),  # overdue by now, and larger than a pass
+    ],
+)
+def test_small_pictures_go_first_until_a_large_one_has_waited_long_enough(
+    waited_s: float, passes: list[list[int]]
+) -> None:
+    clock, tower = ManualClock(), RecordingTower()
+    engine = EncodeEngine(tower, max_patches=100, max_items=8, clock=clock)
+    futures = [engine.submit(torch.full((400, 3), 5.0), Grid(1, 20, 20))]
+    clock.advance_s(waited_s)
+    for rows, value in ((2, 1.0), (2, 2.0), (4, 3.0)):
+        futures.append(engine.submit(torch.full((rows * 4, 3), value), Grid(1, rows, 4)))
+    engine.start()  # after all wait, so that they meet
+    try:
+        values = [float(future.result(5).rows[0, 0]) for future in futures]
+    finally:
+        engine.stop()
+    assert tower.passes == passes
+    assert values == [5.0, 1.0, 2.0, 3.0]

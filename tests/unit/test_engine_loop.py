@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
-from triptych.core.clock import SystemClock
+from triptych.core.clock import Clock, ManualClock, SystemClock
 from triptych.core.errors import (
     Aborted,
     EmbeddingMissing,
@@ -121,6 +121,7 @@ class House:
         min_partial: int = 1,
         max_sequences: int = 16,
         max_waiting: int = 16,
+        clock: Clock | None = None,
     ) -> None:
         self.runner = FakeRunner(PAGE)
         self.manager = CacheManager(num_pages, PAGE)
@@ -128,7 +129,8 @@ class House:
         self.landing = LandingTable(self.book)
         budget = StepBudget(max_tokens, max_chunk, min_partial)
         limits = EngineLimits(budget, max_sequences, max_waiting, ROW_BYTES, arena_bytes)
-        self.engine = LanguageEngine(self.runner, self.manager, self.landing, limits, SystemClock(), "prefill")
+        clock = clock or SystemClock()
+        self.engine = LanguageEngine(self.runner, self.manager, self.landing, limits, clock, "prefill")
         self.serial = 0
 
     def new(
@@ -426,6 +428,7 @@ def test_a_reservation_that_finds_no_landing_room_evicts_nothing_and_one_without
 def test_a_prompt_waits_for_pages_and_the_next_may_pass() -> None:
     house = House(num_pages=9)
     first = house.submit(list(range(1, 17)), max_tokens=9)  # 6 of 8 pages
+    house.turn()
     large = house.submit(list(range(101, 113)), max_tokens=5)
     small = house.submit([1, 2, 3], max_tokens=2)
     house.finish(small)
@@ -433,6 +436,49 @@ def test_a_prompt_waits_for_pages_and_the_next_may_pass() -> None:
     house.finish(first, large)
     assert [heard(each).ids for each in (first, large, small)] == [answer_of(each) for each in (first, large, small)]
     assert house.is_clean
+
+
+def test_the_more_urgent_prompt_is_admitted_and_run_first() -> None:
+    house = House(max_sequences=1)
+    prompts = [house.new([number, 2, 3], max_tokens=2) for number in (1, 2, 3)]
+    for made, priority in zip(prompts, (0, 5, -5), strict=True):
+        made.plan = replace(made.plan, priority=priority)
+        house.engine.submit(made)
+    order: list[Sequence] = []
+    while len(order) < 3:
+        house.turn()
+        order += [made for made in prompts if heard(made).ended.is_set() and made not in order]
+    assert [made.plan.priority for made in order] == [-5, 0, 5]
+    together = House(max_tokens=4, max_chunk=4)
+    late, urgent = (together.new([number, 2, 3], max_tokens=2) for number in (1, 2))
+    urgent.plan = replace(urgent.plan, priority=-1)
+    for made in (late, urgent):
+        together.engine.submit(made)
+    together.turn()
+    assert (urgent.num_computed, late.num_computed) == (3, 1)
+    together.finish(late, urgent)
+    assert [heard(made).ids for made in (late, urgent)] == [answer_of(made) for made in (late, urgent)]
+
+
+def test_a_waiting_time_is_what_the_clock_says_since_it_was_queued() -> None:
+    """A long prompt that waits is overdue at last, and then goes on beside urgent ones."""
+    clock = ManualClock()
+    house = House(num_pages=200, max_tokens=8, max_chunk=8, clock=clock)
+    long = house.submit(list(range(1, 101)), max_tokens=1)
+
+    def urgent_step() -> int:
+        before = long.num_computed
+        made = house.new([house.serial + 1000] * 8, max_tokens=1)
+        made.plan = replace(made.plan, priority=-1)
+        house.engine.submit(made)
+        house.turn()
+        return long.num_computed - before
+
+    assert [urgent_step() for _ in range(3)] == [0, 0, 0]
+    clock.advance_s(3.0)
+    assert urgent_step() == 2
+    house.finish(long)
+    assert heard(long).ids == answer_of(long)
 
 
 def test_no_more_sequences_run_than_allowed() -> None:

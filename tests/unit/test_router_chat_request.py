@@ -86,6 +86,7 @@ def test_all_that_is_served() -> None:
         *[("top_k", value) for value in (-2, 2**31, 1.5, "5", float("nan"))],
         *[("min_p", value) for value in (-0.01, 1.01, 2**31, float("nan"))],
         *[("min_tokens", value) for value in (-1, 2**31, 1.5, float("nan"))],
+        *[("priority", value) for value in (-101, 101, 2**31, 1.5, "1", True)],
         *[("ignore_eos", value) for value in (1, "yes")],
         *[("stop_token_ids", value) for value in ([-1], [1_000_000], [2**31], [1.5], ["1"], 5, [1] * 65)],
         *[("logit_bias", value) for value in ({"5": 100.01}, {"5": -101}, {"5": 2**31}, {"5": float("nan")})],
@@ -153,6 +154,12 @@ def test_sampling_options() -> None:
         ignore_eos=True,
         num_logprobs=20,
     )
+
+
+def test_priority_is_vllms() -> None:
+    """The lower, the earlier; 0 when nothing is said."""
+    assert [parse_chat_request(body(priority=value)).priority for value in (-100, 0, 100, None)] == [-100, 0, 100, 0]
+    assert parse_chat_request(body()).priority == 0
 
 
 def test_nothing_asked_is_nothing_changed() -> None:

@@ -192,6 +192,11 @@ def test_options_reach_the_plan() -> None:
     assert sampling.eos_token_ids == Model.eos_token_ids
 
 
+def test_the_priority_reaches_the_plan() -> None:
+    assert planner([5]).plan(dataclasses.replace(REQUEST, priority=-7), [], 100, 9.0).priority == -7
+    assert planner([5]).plan(REQUEST, [], 100, 9.0).priority == 0
+
+
 def test_the_caller_goes_before_the_models_defaults() -> None:
     plain = planner([5], SamplingDefaults(0.7, 0.9, 20, 0.05, 1.05))
     defaults = plain.plan(REQUEST, [], 100, 9.0).sampling

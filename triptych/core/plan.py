@@ -135,7 +135,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An immutable request. `timeout_s` is what was left of its time when it was sent to this stage."""
+    """An immutable request. `timeout_s` is what was left of its time when it was sent to this stage. The lower its
+    `priority`, the more urgent it is (`triptych.sched`)."""
 
     compact_ids: tuple[int, ...]
     items: tuple[Item, ...]
@@ -143,6 +144,7 @@ class Plan:
     timeout_s: float
     cache_salt: bytes = b""
     model_fingerprint: bytes = b""
+    priority: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,7 +15,7 @@ from triptych.core.errors import Aborted, TriptychError
 from triptych.core.plan import Grid
 from triptych.model.parts import VisionPart
 from triptych.obs import metrics
-from triptych.sched.encode import plan_batch
+from triptych.sched.encode import PassBudget, PictureView, plan_batch
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class _Waiting:
     pixels: torch.Tensor
     grid: Grid
     future: Future[Encoded]
+    queued_ns: int
 
     @property
     def patches(self) -> int:
@@ -48,8 +49,7 @@ class EncodeEngine:
 
     def __init__(self, part: VisionPart, max_patches: int, max_items: int, clock: Clock) -> None:
         self.part = part
-        self._max_patches = max_patches
-        self._max_items = max_items
+        self._budget = PassBudget(max_patches, max_items)
         self._clock = clock
         self._inbox: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._backlog: list[_Waiting] = []
@@ -69,7 +69,7 @@ class EncodeEngine:
     def submit(self, pixels: torch.Tensor, grid: Grid) -> Future[Encoded]:
         """One picture's patches (patches, elements); cancel the future to drop it while it waits. Aborted when the
         engine has stopped."""
-        waiting = _Waiting(pixels, grid, Future())
+        waiting = _Waiting(pixels, grid, Future(), self._clock.monotonic_ns())
         with self._gate:
             if not self._has_ended:
                 self._inbox.put(waiting)
@@ -85,10 +85,17 @@ class EncodeEngine:
             self._beat_ns = self._clock.monotonic_ns()
             self._drain()
             metrics.ENCODER_QUEUE_DEPTH.set(len(self._backlog))
-            count = plan_batch([waiting.patches for waiting in self._backlog], self._max_patches, self._max_items)
-            batch, self._backlog = self._backlog[:count], self._backlog[count:]
+            batch = self._take_batch()
             self._run([waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()])
         self._end()
+
+    def _take_batch(self) -> list[_Waiting]:
+        now_ns = self._clock.monotonic_ns()
+        views = [PictureView(waiting.patches, (now_ns - waiting.queued_ns) / 1e9) for waiting in self._backlog]
+        chosen = plan_batch(views, self._budget)
+        batch, taken = [self._backlog[index] for index in chosen], set(chosen)
+        self._backlog = [waiting for index, waiting in enumerate(self._backlog) if index not in taken]
+        return batch
 
     def _end(self) -> None:
         """Nobody waits for ever: what came until now is refused, and so is what comes later."""

@@ -29,7 +29,7 @@ from triptych.engine.slices import build_slice
 from triptych.kv.manager import CacheManager
 from triptych.model.runner import LanguageRunner, RunSlice, check_coverage
 from triptych.obs import metrics
-from triptych.sched.admission import AdmissionQueue
+from triptych.sched.admission import AdmissionQueue, Ticket
 from triptych.sched.language import SequenceView, Slice, StepBudget, plan_step
 
 log = logging.getLogger(__name__)
@@ -153,12 +153,12 @@ class LanguageEngine:
             sequence.sink.failed(error)
             return
         self._living[sequence.ref] = sequence
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, Ticket(sequence.num_prompt, sequence.queued_ns, sequence.plan.priority))
 
     def adopt(self, sequence: Sequence, token: Token) -> None:
         """A sequence whose prompt KV was written by another worker: goes on after its first token."""
         sequence.phase = advance(advance(Phase.GRANTED, Phase.BOUND), Phase.DECODING)
-        sequence.is_adopted = True
+        sequence.is_adopted, sequence.ran_ns = True, self._clock.monotonic_ns()
         sequence.num_computed, sequence.num_sampled = sequence.num_prompt, token.index + 1
         sequence.ids.append(token.id)
         self._living[sequence.ref] = sequence
@@ -235,7 +235,8 @@ class LanguageEngine:
 
     def _turn(self) -> None:
         self._admit()
-        slices = plan_step([_view(sequence) for sequence in self._running], self.limits.budget)
+        now_ns = self._clock.monotonic_ns()
+        slices = plan_step([_view(sequence, now_ns) for sequence in self._running], self.limits.budget)
         if slices:
             self._step(slices)
         publish(self._stage, self.manager, self.landing, self._running, len(self._waiting))
@@ -252,7 +253,7 @@ class LanguageEngine:
 
     def _admit(self) -> None:
         room = self.limits.max_sequences - len(self._running)
-        for sequence in self._waiting.admit(self._reserve, room):
+        for sequence in self._waiting.admit(self._reserve, room, self._clock.monotonic_ns()):
             sequence.phase = advance(advance(sequence.phase, Phase.ADMITTED), Phase.RUNNING)
             sequence.timeline.add("queue", sequence.queued_ns)
             self._running.append(sequence)
@@ -329,7 +330,7 @@ class LanguageEngine:
     def _apply(self, sequence: Sequence, count: int, token: Token | None, start_ns: int) -> None:
         assert sequence.pages is not None
         was_decoding = sequence.phase is Phase.DECODING
-        sequence.num_computed += count
+        sequence.num_computed, sequence.ran_ns = sequence.num_computed + count, start_ns
         if was_decoding:
             metrics.DECODE_TOKENS.inc()
             if sequence.num_sampled == 1:
@@ -419,10 +420,13 @@ class LanguageEngine:
         self._stopping = True
 
 
-def _view(sequence: Sequence) -> SequenceView:
+def _view(sequence: Sequence, now_ns: int) -> SequenceView:
     is_decoding = sequence.phase is Phase.DECODING
     num_ready = sequence.num_computed if sequence.phase is Phase.HANDING_OFF else sequence.num_ready
-    return SequenceView(sequence.num_computed, num_ready, sequence.num_prompt, is_decoding)
+    waited_s = (now_ns - (sequence.ran_ns if is_decoding else sequence.queued_ns)) / 1e9
+    return SequenceView(
+        sequence.num_computed, num_ready, sequence.num_prompt, is_decoding, waited_s, sequence.plan.priority
+    )
 
 
 def missing_items(sequence: Sequence) -> Mapping[int, PendingItem]:

@@ -67,6 +67,7 @@ class Sequence:
         handoff: where to, once the pages are bound. Nothing runs before.
         num_computed: tokens whose KV is written here; `num_pushed_pages` of them are written there.
         num_sampled: tokens of the answer so far, wherever they were sampled.
+        queued_ns, ran_ns: when it was submitted, and when the last step that it was in began.
         prompt_vocabulary: the ids that the prompt holds, once each, without sentinels; made when penalties first ask.
     """
 
@@ -90,6 +91,7 @@ class Sequence:
     num_pushed_pages: int = 0
     num_pushed_bytes: int = 0
     queued_ns: int = 0
+    ran_ns: int = 0
     prompt_vocabulary: IdArray | None = None
 
     @property

@@ -51,6 +51,7 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 300
 MAX_ALTERNATIVES = 20
+MAX_PRIORITY = 100
 MIN_LOGPROB = -9999.0
 MAX_SALT_BYTES = 64
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -231,6 +232,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         timeout_ms=timeout_to_ms(plan.timeout_s),
         cache_salt=plan.cache_salt,
         model_fingerprint=plan.model_fingerprint,
+        priority=plan.priority,
     )
 
 
@@ -251,6 +253,7 @@ def plan_from_proto(message: pb.Plan) -> Plan:
         timeout_s=timeout_from_ms(message.timeout_ms),
         cache_salt=cache_salt,
         model_fingerprint=check.exact_bytes("model_fingerprint", message.model_fingerprint, FINGERPRINT_BYTES),
+        priority=check.integer("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY),
     )
 
 
