@@ -23,7 +23,7 @@ from triptych.core import environment
 from triptych.core.errors import StartupError
 from triptych.transport.shm import SHM_DIRECTORY
 
-CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|records|open files
+CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|files records|open files
 locked memory|clock inproc shm zmq cuda_ipc port grpc model weights tokenizer|KV pool|landing|model size|memory fit"""
 FINDINGS = [ok("clock", "monotonic"), warn("port", "8000 is taken", "take another"), fail("shm", "no\nroom", "mend")]
 
@@ -228,6 +228,8 @@ def test_ports(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert standard.status is Status.WARN and "prints it" in str(standard.todo)
     elsewhere = guarded("port", lambda: network.api_port("192.0.2.1", 8000))
     assert elsewhere.status is Status.FAIL
+    nowhere = guarded("port", lambda: network.api_port("192.0.2.1", None))
+    assert nowhere.status is Status.FAIL and "--host" in nowhere.found
 
 
 def test_grpc_answers_on_loopback() -> None:
