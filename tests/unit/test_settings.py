@@ -77,7 +77,7 @@ def test_every_type_from_toml(tmp_path: Path) -> None:
         (["--model", "m", "--prt", "1"], r"does not know '--prt' \(did you mean --port\?\)"),
         (["--model", "m", "--wxyz"], "does not know '--wxyz'; "),
         (["--model", "m", "--hlep"], r"does not know '--hlep' \(did you mean --help\?\)"),
-        (["--model", "m", "--kv-pool-bytes=1"], "no flag --kv-pool-bytes, .* set TRIPTYCH_KV_POOL_BYTES, or kv_pool_bytes"),
+        (["--model", "m", "--kv-pool-bytes=1"], "has no flag --kv-pool-bytes, .* set TRIPTYCH_KV_POOL_BYTES, or"),
         (["--model", "m", "--json"], "does not know '--json'"),
         (["--model", "m", "stray"], "does not know 'stray'"),
         (["--model", "m", "--port", "x"], "port must be a whole number, but the flag --port gives x"),

@@ -147,3 +147,4 @@ def _quiet() -> None:
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells at times that our own server has gone
