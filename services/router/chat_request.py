@@ -101,7 +101,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatCompletionBody(BaseModel):
-    """As in OpenAI's API, and vLLM's for what OpenAI's does not have. Other parameters: see README.md."""
+    """As in OpenAI's API, and vLLM's for what OpenAI's does not have. Other parameters: see docs/sampling.md."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

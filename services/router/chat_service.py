@@ -106,7 +106,7 @@ class ChatService:
             return
         names = ", ".join(name[:64] for name in chat.ignored[:_MAX_LOGGED_NAMES])
         if self.limits.strict:
-            raise InvalidRequest("the body holds parameters that this server does not know", param=chat.ignored[0][:64])
+            raise InvalidRequest(f"this server does not know the parameter(s) {names}", param=chat.ignored[0][:64])
         metrics.FALLBACKS.labels("ignored_parameter").inc()
         for_request(_log, request_id).info("parameters were ignored", extra={"parameters": names})
 

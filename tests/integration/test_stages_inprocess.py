@@ -179,6 +179,18 @@ async def test_a_repeated_request_moves_no_media_and_encodes_nothing(epd: InProc
     assert again.cached_tokens > 0 == first.cached_tokens
 
 
+@pytest.mark.parametrize(("topology", "source"), [("mono", "local"), ("p-d", "local"), ("e-pd", "remote")])
+async def test_what_was_encoded_in_the_process_that_prefills_is_local(
+    topology: str, source: str, model_dir: Path
+) -> None:
+    counted = metrics.EMBEDDING_SOURCE.labels(source)._value
+    before = counted.get()
+    async with InProcessCluster(model_dir, topology, kv_pool_bytes=SMALL_POOL) as cluster:
+        first = await cluster.generate(asked("what is this?", picture(1)))
+    assert [event.source for event in events(first, "write")] == [EmbeddingSource(source)]
+    assert counted.get() == before + 1
+
+
 async def test_a_picture_in_another_prompt_comes_from_the_encoders_cache(epd: InProcessCluster) -> None:
     await epd.generate(asked("one", picture(1)))
     other = ChatRequest(

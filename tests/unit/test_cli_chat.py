@@ -177,3 +177,10 @@ def test_the_curl_is_one_command_for_a_shell() -> None:
     body = json.loads(words[-1])
     assert body["model"] == "it's"
     assert len(words[-1]) < 1200
+
+
+def test_a_question_that_is_a_file_was_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    for argv in ([str(tmp_path / "a.png")], ["What is it?", str(tmp_path / "a.png")]):
+        with pytest.raises(StartupError, match="the question comes last"):
+            chat.main(argv)

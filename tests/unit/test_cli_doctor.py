@@ -23,8 +23,9 @@ from triptych.core import environment
 from triptych.core.errors import StartupError
 from triptych.transport.shm import SHM_DIRECTORY
 
-CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|records|open files
-locked memory|clock inproc shm zmq cuda_ipc port grpc model weights tokenizer|KV pool|landing|model size|memory fit"""
+CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|files records
+open files|locked memory|clock inproc shm zmq cuda_ipc port grpc model weights tokenizer
+KV pool|landing|model size|memory fit"""
 FINDINGS = [ok("clock", "monotonic"), warn("port", "8000 is taken", "take another"), fail("shm", "no\nroom", "mend")]
 
 
@@ -228,6 +229,8 @@ def test_ports(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert standard.status is Status.WARN and "prints it" in str(standard.todo)
     elsewhere = guarded("port", lambda: network.api_port("192.0.2.1", 8000))
     assert elsewhere.status is Status.FAIL
+    nowhere = guarded("port", lambda: network.api_port("192.0.2.1", None))
+    assert nowhere.status is Status.FAIL and "--host" in nowhere.found
 
 
 def test_grpc_answers_on_loopback() -> None:
@@ -284,3 +287,29 @@ def test_log_flags_are_told_alike(role: str) -> None:
     assert unknown.stderr.startswith(
         f"error: triptych serve {role} does not know '--lgo-level' (did you mean --log-level"
     )
+
+
+GOING_SERVER = """
+import asyncio
+from triptych.cli import doctor
+doctor._quiet()
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from triptych.rpc.server import RpcServer
+
+async def main():
+    server = RpcServer("127.0.0.1", 0, token="0" * 64)
+    port = await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        await server.stop(0.0)
+        print((await watch.code()).name)
+
+asyncio.run(main())
+"""
+
+
+def test_grpc_says_nothing_of_a_server_that_goes_before_its_channel() -> None:
+    done = subprocess.run([sys.executable, "-c", GOING_SERVER], capture_output=True, text=True, check=True, timeout=50)
+    assert done.stdout == "UNAVAILABLE\n" and "goaway" not in done.stderr.lower()

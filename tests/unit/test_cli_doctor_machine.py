@@ -19,7 +19,7 @@ import pytest
 from tests.unit.fake_machine import GIB, MEMINFO, machine_at
 from triptych.cli.checks import gpu, host, packages, runtime, shared_memory
 from triptych.cli.checks.cgroup import cpu_quota, memory_limit
-from triptych.cli.checks.finding import Status
+from triptych.cli.checks.finding import Status, guarded
 from triptych.cli.checks.machine import Gpu, Machine, TorchFacts, this_machine
 from triptych.transport.shm import SharedSegment, sweep_dead_segments
 
@@ -392,6 +392,18 @@ def test_a_folder_that_others_can_enter(spoil: str, short: Path) -> None:
     finding = runtime.runtime_folder(folder)
     assert finding.status is Status.FAIL
     assert spoil == "link" or "chmod" in finding.found
+
+
+def test_files_that_up_could_not_write(short: Path) -> None:
+    run = short / "run"
+    assert runtime.files(run, None, None).status is Status.OK
+    assert runtime.files(run, short / "logs", short / "ready").status is Status.OK
+    (short / "file").touch()
+    assert runtime.files(run, short / "file" / "logs", None).status is Status.FAIL
+    assert guarded("files", lambda: runtime.files(run, None, short / "no" / "ready")).status is Status.FAIL
+    (run / "logs").mkdir(parents=True)
+    assert guarded("files", lambda: runtime.files(run, None, None)).status is Status.FAIL
+    assert runtime.files(run, run / "logs", None).status is Status.OK
 
 
 def test_a_path_too_long_for_sockets() -> None:

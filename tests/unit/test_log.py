@@ -56,3 +56,11 @@ def test_a_traceback_is_indented_so_that_it_forges_nothing() -> None:
 
 def test_the_level_filters() -> None:
     assert _logged("text", "quiet", level="warning") == ""
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_uvicorns_coloured_copy_of_a_message_is_left_out(log_format: LogFormat) -> None:
+    stream = io.StringIO()
+    configure_logging("router", "info", log_format, stream)
+    logging.getLogger("uvicorn.error").info("started", extra={"color_message": "\x1b[36mstarted\x1b[0m", "port": 1})
+    assert "color" not in stream.getvalue() and "port" in stream.getvalue()

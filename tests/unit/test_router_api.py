@@ -593,7 +593,8 @@ async def test_metrics_count_by_endpoint_and_status(api: Api) -> None:
 async def test_unknown_parameters_are_ignored_or_refused_when_strict(api: Api, model: Model) -> None:
     assert (await api.chat(wibble=1)).status_code == 200
     async with serve(model, strict=True) as strict:
-        assert error_of(await strict.chat(wibble=1), 400)["param"] == "wibble"
+        error = error_of(await strict.chat(wibble=1, wobble=2), 400)
+        assert error["param"] == "wibble" and "wibble, wobble" in error["message"]
         assert (await strict.chat(user="me", store=False)).status_code == 200
 
 

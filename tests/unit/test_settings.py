@@ -75,6 +75,10 @@ def test_every_type_from_toml(tmp_path: Path) -> None:
         ([], "the setting model is missing: give --model, TRIPTYCH_MODEL or model"),
         (["--model"], "expected one argument"),
         (["--model", "m", "--prt", "1"], r"does not know '--prt' \(did you mean --port\?\)"),
+        (["--model", "m", "--wxyz"], "does not know '--wxyz'; "),
+        (["--model", "m", "--hlep"], r"does not know '--hlep' \(did you mean --help\?\)"),
+        (["--model", "m", "--kv-pool-bytes=1"], "has no flag --kv-pool-bytes, .* set TRIPTYCH_KV_POOL_BYTES, or"),
+        (["--model", "m", "--json"], "does not know '--json'"),
         (["--model", "m", "stray"], "does not know 'stray'"),
         (["--model", "m", "--port", "x"], "port must be a whole number, but the flag --port gives x"),
         (["--model", "m", "--port", "-1"], "port must be at least 0"),
@@ -107,6 +111,7 @@ def test_variables_of_others_are_left_alone() -> None:
     [
         ("prot = 1", r"sets 'prot', which is no setting \(did you mean port\?\)"),
         ("[encoder]\nruntime_dir = 'x'", "sets 'runtime_dir', which is no setting"),
+        ("[decode]\nkv_pool_byte = 1", r"\[decode\] in .* sets 'kv_pool_byte', .*\(did you mean kv_pool_bytes\?\)"),
         ("[encoders]\nport = 1", r"has a table \[encoders\]; tables are decode, encoder"),
         ("port = '1'", "port must be a whole number"),
         ("port = true", "port must be a whole number"),
@@ -121,7 +126,7 @@ def test_a_wrong_file_stops_the_start(config: str, sentence: str, tmp_path: Path
 
 
 def test_tables_and_top_keys_of_others_are_left_alone(tmp_path: Path) -> None:
-    config = "runtime_dir = '/r'\n[decode]\nanything = 1\n"
+    config = "runtime_dir = '/r'\n[decode]\nkv_pool_bytes = 1\n"
     assert load("--model", "m", config=config, tmp_path=tmp_path) == Sample(Path("m"))
 
 

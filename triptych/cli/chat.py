@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
@@ -55,7 +56,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=_number, default=0.0, metavar="T", help="0 is greedy (%(default)s)")
     parser.add_argument("--system", type=_text, help="a system prompt")
     parser.add_argument("--timeline", action="store_true", help="show what each stage did, and when")
-    return parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
+    if _is_file(options.question):
+        parser.error(f"{options.question} is a file, and the question comes last")
+    return options
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero in it
+        return False
 
 
 def _text(value: str) -> str:

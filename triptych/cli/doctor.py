@@ -93,6 +93,7 @@ def examine(patient: Patient) -> Iterator[Finding]:
         "shared memory": partial(shared_memory.shared_memory, machine, shared_bytes),
         "leftovers": partial(shared_memory.leftovers, machine),
         "runtime folder": partial(runtime.runtime_folder, patient.runtime_path),
+        "files": partial(runtime.files, patient.runtime_path, settings.log_dir, settings.ready_file),
         "records": partial(runtime.records, patient.runtime_path),
         "open files": partial(host.open_files, machine),
         "locked memory": partial(host.locked_memory, machine),
@@ -146,3 +147,4 @@ def _quiet() -> None:
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells at times that our own server has gone

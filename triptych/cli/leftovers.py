@@ -9,20 +9,28 @@ from pathlib import Path
 
 from triptych.core.errors import StartupError
 from triptych.registry.lock import FileLock
-from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.runtime import LOGS, RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.transport.shm import sweep_dead_segments
 
-LOGS = "logs"
 # The kernel kills the workers of a killed launcher, but not before it returns.
 _DYING_SECONDS = 5.0
 
 
-def take_over(folder: RuntimeFolder, registry: StaticRegistry) -> tuple[FileLock, list[str]]:
-    """The folder's lock, and the names of what dead clusters had left and is now removed.
+def take_over(
+    folder: RuntimeFolder, registry: StaticRegistry, log_dir: Path | None = None
+) -> tuple[FileLock, list[str]]:
+    """The folder's lock, and the names of what dead clusters had left and is now removed. `log_dir` stays, wherever.
 
-    Raises StartupError while another cluster, or a worker started by hand, lives in the folder.
+    Raises StartupError while another cluster, or a worker started by hand, lives in the folder, and for logs or a token
+    in it that are no cluster's: at the end they would be removed.
     """
+    try:
+        check_logs(folder.path, log_dir)
+        folder.token()
+    except StartupError:
+        _remove_if_empty(folder.workers_path)
+        raise
     lock = FileLock.acquire(folder.lock_path)
     if lock is None:
         raise StartupError(
@@ -36,7 +44,7 @@ def take_over(folder: RuntimeFolder, registry: StaticRegistry) -> tuple[FileLock
         raise
     swept = [f"worker {worker_id}" for worker_id in registry.sweep()]
     swept += _remove_sockets(folder)
-    shutil.rmtree(folder.path / LOGS, ignore_errors=True)
+    _remove_logs(folder, log_dir)
     return lock, swept + [f"segment {name}" for name in sweep_dead_segments()]
 
 
@@ -46,11 +54,21 @@ def is_users_own(path: Path | None) -> bool:
     return path is not None and path.is_dir() and not (path / "workers").exists()
 
 
-def clear(folder: RuntimeFolder, registry: StaticRegistry, lock: FileLock) -> None:
-    """Removes everything of a cluster whose processes have ended."""
+def check_logs(runtime: Path, log_dir: Path | None) -> None:
+    """Raises StartupError for a folder of logs that no cluster left: the lock goes last, so its logs lie beside it."""
+    logs = runtime / LOGS
+    if logs.exists() and not (runtime / "cluster.lock").exists() and not _is_kept(logs, log_dir):
+        raise StartupError(
+            f"{logs} is not a cluster's, and would be removed at its end; give --runtime-dir a folder of its own, "
+            "or --log-dir to keep logs there"
+        )
+
+
+def clear(folder: RuntimeFolder, registry: StaticRegistry, lock: FileLock, log_dir: Path | None = None) -> None:
+    """Removes everything of a cluster whose processes have ended, but the logs that were to be kept."""
     registry.sweep()
     sweep_dead_segments()
-    shutil.rmtree(folder.path / LOGS, ignore_errors=True)
+    _remove_logs(folder, log_dir)
     if not registry.refresh():
         _remove_sockets(folder)
         (folder.path / "token").unlink(missing_ok=True)
@@ -62,6 +80,16 @@ def clear(folder: RuntimeFolder, registry: StaticRegistry, lock: FileLock) -> No
 def remove(folder: RuntimeFolder) -> None:
     """Removes the folder that was made for a cluster, if nothing else is in it."""
     _remove_if_empty(folder.path)
+
+
+def _remove_logs(folder: RuntimeFolder, log_dir: Path | None) -> None:
+    if not _is_kept(folder.path / LOGS, log_dir):
+        shutil.rmtree(folder.path / LOGS, ignore_errors=True)
+
+
+def _is_kept(logs: Path, log_dir: Path | None) -> bool:
+    """Whether the folder to keep is `logs`, or lies in it."""
+    return log_dir is not None and log_dir.resolve().is_relative_to(logs.resolve())
 
 
 def _remove_sockets(folder: RuntimeFolder) -> list[str]:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     folder = RuntimeFolder(settings.runtime_dir)
     registry = StaticRegistry(folder)
     display = make_display()
-    lock, swept = leftovers.take_over(folder, registry)
+    lock, swept = leftovers.take_over(folder, registry, settings.log_dir)
     if swept:
         display.say(f"removed what an earlier cluster left: {', '.join(swept)}")
     supervisor = None
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             supervisor.stop()
         if settings.ready_file:
             settings.ready_file.unlink(missing_ok=True)
-        leftovers.clear(folder, registry, lock)
+        leftovers.clear(folder, registry, lock, settings.log_dir)
         if not keeps_folder:
             leftovers.remove(folder)
     display.say("stopped")

@@ -70,4 +70,9 @@ _LANGUAGE = {
 }
 _DOCTOR = {"json"}
 
+# What is one process's alone: the launcher, or whoever starts it by hand, says it to each.
+_ONE_PROCESS = {"also", "worker_id", "metrics_port", "data_port"}
+
 SETTING_NAMES = frozenset(_EVERYWHERE | _UP | _DOCTOR | _ROUTER | _WORKERS | _VISION | _LANGUAGE)
+# Those that may be set for a whole cluster.
+SHARED_NAMES = SETTING_NAMES - _ONE_PROCESS - _DOCTOR

@@ -23,6 +23,7 @@ from triptych.core.environment import (
     ENVIRONMENT_PREFIX,
     OTHER_VARIABLES,
     SETTING_NAMES,
+    SHARED_NAMES,
     TABLES,
 )
 from triptych.core.errors import StartupError
@@ -121,12 +122,21 @@ def _read_flags(settings: Mapping[str, Setting], command: str, argv: Sequence[st
             parser.add_argument(setting.flag, dest=setting.name, metavar=setting.metavar, help=setting.help)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [setting.flag for setting in settings.values()] + ["--config"]
-        raise StartupError(
-            f"{command} does not know {unknown[0]!r}{suggestion(unknown[0].split('=')[0], flags)}; "
-            f"{command} --help lists the flags"
-        )
+        raise _unknown_flag(settings, command, unknown[0])
     return dict(vars(known))
+
+
+def _unknown_flag(settings: Mapping[str, Setting], command: str, word: str) -> StartupError:
+    flag = word.split("=")[0]
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag.startswith("--") and name in SHARED_NAMES:
+        return StartupError(
+            f"{command} has no flag {flag}, which other processes of a cluster have; "
+            f"set {ENVIRONMENT_PREFIX}{name.upper()}, or {name} in the file of --config, for all of them"
+        )
+    known = [setting.flag for setting in settings.values()] + ["--config", "--help"]
+    near = suggestion(flag, known, prefix="--") if flag.startswith("--") else ""
+    return StartupError(f"{command} does not know {word!r}{near}; {command} --help lists the flags")
 
 
 def _read_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, object]:
@@ -141,7 +151,7 @@ def _read_environment(settings: Mapping[str, Setting], environ: Mapping[str, str
             known = [ENVIRONMENT_PREFIX + known.upper() for known in {*settings, *SETTING_NAMES}]
             raise StartupError(
                 f"the environment variable {variable} is no setting of any service"
-                f"{suggestion(variable, known)}; unset it or correct its name"
+                f"{suggestion(variable, known, prefix=ENVIRONMENT_PREFIX)}; unset it or correct its name"
             )
     return values
 
@@ -153,6 +163,8 @@ def _read_toml(settings: Mapping[str, Setting], service: str, path: Path) -> dic
     for name in tables:
         if name not in TABLES | {service}:
             raise StartupError(f"{path.name} has a table [{name}]; tables are {', '.join(sorted(TABLES))}")
+        if name != service:  # its own reader knows its settings; a name that no reader knows is told by the first
+            _toml_values({}, tables[name], f"[{name}] in {path.name}", also_known=SETTING_NAMES)
     values = _toml_values(settings, shared, f"the top of {path.name}", also_known=SETTING_NAMES)
     own = tables.get(service, {})
     return {**values, **_toml_values(settings, own, f"[{service}] in {path.name}", also_known=())}
@@ -191,7 +203,11 @@ def _require(settings: Mapping[str, Setting], values: Mapping[str, object]) -> N
             )
 
 
-def suggestion(name: str, known: Collection[str]) -> str:
-    """ " (did you mean X?)" with the known name that is nearest, or nothing when none is near."""
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def suggestion(name: str, known: Collection[str], prefix: str = "") -> str:
+    """ " (did you mean X?)" with the known name that is nearest, or nothing when none is near.
+
+    `prefix`: what all of them begin with, which makes none like another.
+    """
+    bare = sorted(one.removeprefix(prefix) for one in known)
+    close = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""

@@ -17,6 +17,7 @@ LogFormat = Literal["json", "text"]
 LEVELS = ("debug", "info", "warning", "error")
 
 _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
+_REPEATED = {"color_message"}  # uvicorn's: the message again, with the codes of a terminal
 _TRACE_INDENT = "    | "
 
 
@@ -78,7 +79,7 @@ def configure_logging(
 
 
 def _extra_fields(record: logging.LogRecord) -> Mapping[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD | _REPEATED}
 
 
 def _timestamp(seconds: float) -> str:

@@ -5,6 +5,7 @@ token                  the cluster token, which calls between workers carry
 workers/<id>.json      a worker's record
 workers/<id>.lock      held by that worker while it lives
 sockets/<id>.*.sock    where that worker takes data frames (transport zmq-ipc)
+logs/                  the launcher's, while its cluster lives, unless it was told to keep them elsewhere
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pathlib import Path
 from triptych.core.errors import StartupError
 
 TOKEN_BYTES = 32
+LOGS = "logs"
+# All that clusters put into it. Whatever else is there belongs to somebody.
+_OURS = frozenset({"cluster.lock", "token", "workers", "sockets", LOGS})
 
 
 def default_runtime_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -51,7 +55,10 @@ class RuntimeFolder:
         check_private(path, "file", "0600")
         text = path.read_text(encoding="ascii").strip()
         if len(text) != 2 * TOKEN_BYTES:
-            raise StartupError(f"the cluster token {path} is damaged; stop the cluster and remove that file")
+            raise StartupError(
+                f"the cluster token {path} is damaged; stop the cluster and remove that file, "
+                "or choose another place with --runtime-dir"
+            )
         return text
 
 
@@ -65,6 +72,11 @@ def _make_private(path: Path) -> None:
     check_private(path, "folder", "0700")
 
 
+def holds_other_things(path: Path) -> bool:
+    """Whether the folder at `path` has in it what no cluster put there."""
+    return not _OURS.issuperset(os.listdir(path))
+
+
 def check_private(path: Path, what: str, mode: str) -> None:
     """Refuses (StartupError) a link, somebody else's, and one that group or others can enter."""
     found = os.lstat(path)
@@ -74,7 +86,13 @@ def check_private(path: Path, what: str, mode: str) -> None:
     if found.st_uid != os.getuid():
         raise StartupError(f"the {what} {path} belongs to another user; choose another place with --runtime-dir")
     if stat.S_IMODE(found.st_mode) & 0o077:
-        raise StartupError(f"the {what} {path} is open to other users; run: chmod {mode} {path}")
+        raise StartupError(f"the {what} {path} is open to other users; {_remedy(path, mode)}")
+
+
+def _remedy(path: Path, mode: str) -> str:
+    """Not `chmod` for what others may need open, like /tmp or a home."""
+    is_shared = path.name not in ("workers", "sockets") and path.is_dir() and holds_other_things(path)
+    return "give --runtime-dir a folder of its own" if is_shared else f"run: chmod {mode} {path}"
 
 
 def _create_once(path: Path, text: str) -> None:

@@ -38,6 +38,7 @@ from triptych.stages.links import needs_receiver
 from triptych.stages.tasks import Background
 from triptych.transport.layout import checksum64
 from triptych.transport.link import EmbeddingLink
+from triptych.transport.names import INPROC
 from triptych.transport.types import HaveIt, SlotGrant
 from triptych.wire.v1 import encoder_pb2 as pb
 from triptych.wire.v1 import encoder_pb2_grpc
@@ -201,6 +202,8 @@ class _EncodeRun:
             self._timeline.add("radix_hit", start_ns, source=slot.source, item_index=index)
             return self._item_done(index, slot.source, 0)
         rows, source = await self._stage._supply.get(item, index, lambda: self._fetch(index, item), self._timeline)
+        if source is EmbeddingSource.REMOTE and link.transport == INPROC:
+            source = EmbeddingSource.LOCAL
         await self._write(link, index, slot, rows, source)
         return self._item_done(index, source, slot.num_bytes)
 

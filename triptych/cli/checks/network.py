@@ -14,8 +14,8 @@ RPC_TIMEOUT_S = 10.0
 def api_port(host: str, port: int | None) -> Finding:
     """`port`: what was asked for; None is the standard one or, where that is taken, any."""
     wanted = DEFAULT_PORT if port is None else port
+    free_port(host)  # raises StartupError for a host that is not here
     if wanted == 0 or is_free(host, wanted):
-        free_port(host)  # raises StartupError for a host that is not here
         return ok("port", f"{wanted} of {host} is free" if wanted else f"any free one of {host}")
     if port is None:
         todo = f"nothing: triptych up takes another port and prints it; or stop what listens on {wanted}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from triptych.cli.checks.finding import Finding, fail, ok, warn
 from triptych.core.errors import StartupError
+from triptych.core.ready_file import check_ready_file
 from triptych.registry.runtime import check_private
 
 # sun_path holds 108 bytes, the closing zero among them; the longest socket's own name gets what is left over.
@@ -24,6 +25,19 @@ def runtime_folder(path: Path) -> Finding:
         todo = f"give a shorter --runtime-dir, of at most {most_bytes} bytes"
         return warn("runtime folder", f"{found}; too long for the sockets of some transports", todo)
     return ok("runtime folder", found)
+
+
+def files(path: Path, log_dir: Path | None, ready_file: Path | None) -> Finding:
+    """What else `triptych up` is to write: its logs, and the ready file. `path` is the runtime folder."""
+    from triptych.cli.leftovers import check_logs
+
+    check_logs(path, log_dir)
+    if log_dir is not None and _fault_above(log_dir.absolute() / "router.log"):
+        return fail("files", f"{log_dir} cannot be written to", "give --log-dir a folder of yours")
+    if ready_file is not None:
+        check_ready_file(ready_file)
+    shown = [f"logs in {log_dir}, kept" if log_dir else "logs in the runtime folder, which end with the cluster"]
+    return ok("files", ", ".join([*shown, f"ready file {ready_file}"] if ready_file else shown))
 
 
 def records(path: Path) -> Finding:
