@@ -6,6 +6,8 @@ A path is complete when each stage has a worker that can do its part:
     prefill   the decode worker itself, if it can; else any worker that prefills, which hands the KV over.
     encoders  the prefill worker itself, if it can; else any worker that encodes. None for text alone.
 
+Whoever sends to another process must be able to: the two share a transport and lay the data out alike.
+
 So roles of one process stay together once it is chosen, and `mono`, `e-pd` and `p-d` need no switch. Across processes a
 worker that is there for the one stage is taken before one that would do it beside its own work (`borrowed`).
 """
@@ -22,8 +24,14 @@ import xxhash
 from triptych.core.errors import Unavailable
 from triptych.core.plan import Item
 from triptych.core.worker import Role, WorkerInfo, WorkerState
+from triptych.transport.names import shared_transports
 
 T = TypeVar("T")
+
+_CANNOT_SEND = (
+    "the workers that are ready cannot send to each other; they need the same dtype and page size, and a transport in"
+    " common"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +50,8 @@ class ClusterView:
         return cls(tuple(w for w in matching if w.state is WorkerState.READY), avoided)
 
     def missing_roles(self) -> tuple[Role, ...]:
-        """The stages without a worker. When there is none such, a request with pictures has a complete path, since
-        every prefill worker can hand over and every encoder can send."""
+        """The stages without a worker. When there is none such, a request with pictures has a complete path, provided
+        that these workers can send to each other."""
         return tuple(role for role in Role if not any(role in worker.roles for worker in self.workers))
 
     def context_tokens(self, model_tokens: int) -> int:
@@ -67,8 +75,10 @@ def paths(view: ClusterView, items: Mapping[int, Item], turn: int) -> tuple[Path
     Those over avoided workers are left out while there are others, those that borrow a worker come last, and the rest
     take turns. Raises Unavailable when there is none.
     """
-    prefills, encoders = _require(view, Role.PREFILL), _encoder_pool(view, items)
-    options = [_best_paths(view, decode, prefills, encoders) for decode in _require(view, Role.DECODE)]
+    decodes = _required(view, items)[Role.DECODE]
+    options = [equals for decode in decodes if (equals := _best_paths(view, decode, items))]
+    if not options:
+        raise Unavailable(_CANNOT_SEND)
     least_avoided = min(_num_avoided(view, equals[0]) for equals in options)
     kept = [equals for equals in options if _num_avoided(view, equals[0]) == least_avoided]
     ordered: list[Path] = []
@@ -81,7 +91,11 @@ def paths(view: ClusterView, items: Mapping[int, Item], turn: int) -> tuple[Path
 
 def renewed(path: Path, view: ClusterView, items: Mapping[int, Item]) -> Path:
     """The same decode and prefill workers, with the encoders that are there now. Raises Unavailable when none is."""
-    return _path(path.decode, path.prefill, _encoder_pool(view, items))
+    _required(view, items)
+    again = _path(view, path.decode, path.prefill, items)
+    if again is None:
+        raise Unavailable(_CANNOT_SEND)
+    return again
 
 
 def encoder_shares(path: Path, items: Mapping[int, Item]) -> list[tuple[WorkerInfo, dict[int, Item]]]:
@@ -93,29 +107,44 @@ def encoder_shares(path: Path, items: Mapping[int, Item]) -> list[tuple[WorkerIn
     return [(worker, shares[worker.worker_id]) for worker in path.encoders if worker.worker_id in shares]
 
 
-def _best_paths(
-    view: ClusterView, decode: WorkerInfo, prefills: Sequence[WorkerInfo], encoders: tuple[WorkerInfo, ...]
-) -> list[Path]:
-    """The paths that end at `decode` with the fewest avoided, then with the fewest borrowed workers."""
-    if Role.PREFILL in decode.roles:
-        return [_path(decode, decode, encoders)]
-    possible = [_path(decode, prefill, encoders) for prefill in prefills]
+def _best_paths(view: ClusterView, decode: WorkerInfo, items: Mapping[int, Item]) -> list[Path]:
+    """The complete paths that end at `decode` with the fewest avoided, then with the fewest borrowed workers."""
+    prefills = [decode] if Role.PREFILL in decode.roles else _with_role(view, Role.PREFILL)
+    found = [_path(view, decode, prefill, items) for prefill in prefills]
+    possible = [path for path in found if path is not None]
     ranks = [(_num_avoided(view, path), _num_borrowed(path)) for path in possible]
     return [path for path, rank in zip(possible, ranks, strict=True) if rank == min(ranks)]
 
 
-def _path(decode: WorkerInfo, prefill: WorkerInfo, encoders: tuple[WorkerInfo, ...]) -> Path:
-    has_vision = bool(encoders) and Role.ENCODER in prefill.roles
-    return Path(decode, prefill, (prefill,) if has_vision else encoders)
+def _path(view: ClusterView, decode: WorkerInfo, prefill: WorkerInfo, items: Mapping[int, Item]) -> Path | None:
+    """None when the two cannot be joined, or no encoder can send to the prefill worker."""
+    if not _can_send(prefill, decode, prefill.kv_layout, decode.kv_layout):
+        return None
+    encoders = _encoders_for(view, prefill) if items else ()
+    return Path(decode, prefill, encoders) if encoders or not items else None
 
 
-def _encoder_pool(view: ClusterView, items: Mapping[int, Item]) -> tuple[WorkerInfo, ...]:
-    """The encoders of a prefill worker without vision: those that do nothing else, if there are any."""
-    if not items:
-        return ()
-    able = _require(view, Role.ENCODER)
+def _encoders_for(view: ClusterView, prefill: WorkerInfo) -> tuple[WorkerInfo, ...]:
+    """The prefill worker itself if it has the tower; else of those that can send to it those that do nothing else, if
+    there are any."""
+    if Role.ENCODER in prefill.roles:
+        return (prefill,)
+    encoders = _with_role(view, Role.ENCODER)
+    able = tuple(w for w in encoders if _can_send(w, prefill, w.embedding_layout, prefill.embedding_layout))
     fresh = tuple(worker for worker in able if worker.worker_id not in view.avoided) or able
     return tuple(worker for worker in fresh if _is_dedicated(worker)) or fresh
+
+
+def _can_send(sender: WorkerInfo, receiver: WorkerInfo, layout: bytes, expected: bytes) -> bool:
+    """What a worker's record does not say stands in nobody's way: the session between the two will tell."""
+    if sender.ref == receiver.ref:
+        return True
+    if layout and expected and layout != expected:
+        return False
+    if not sender.transports or not receiver.transports:
+        return True
+    is_same_host = bool(sender.host_id) and sender.host_id == receiver.host_id
+    return bool(shared_transports(sender.transports, receiver.transports, is_same_host=is_same_host))
 
 
 def _num_avoided(view: ClusterView, path: Path) -> int:
@@ -143,8 +172,15 @@ def _rendezvous(identity: bytes, workers: Sequence[WorkerInfo]) -> WorkerInfo:
     return max(workers, key=lambda worker: xxhash.xxh3_64_intdigest(identity + worker.worker_id.encode()))
 
 
-def _require(view: ClusterView, role: Role) -> tuple[WorkerInfo, ...]:
-    workers = tuple(worker for worker in view.workers if role in worker.roles)
-    if not workers:
-        raise Unavailable(f"no {role.value} worker is ready; try again later")
-    return workers
+def _required(view: ClusterView, items: Mapping[int, Item]) -> dict[Role, tuple[WorkerInfo, ...]]:
+    """The workers of each stage that the request needs. Raises Unavailable when one has none."""
+    needed = (Role.PREFILL, *((Role.ENCODER,) if items else ()), Role.DECODE)
+    found = {role: _with_role(view, role) for role in needed}
+    for role, workers in found.items():
+        if not workers:
+            raise Unavailable(f"no {role.value} worker is ready; try again later")
+    return found
+
+
+def _with_role(view: ClusterView, role: Role) -> tuple[WorkerInfo, ...]:
+    return tuple(worker for worker in view.workers if role in worker.roles)

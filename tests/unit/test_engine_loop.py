@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ class House:
         self.book = SlotAllocator(arena_bytes)
         self.landing = LandingTable(self.book)
         budget = StepBudget(max_tokens, max_chunk, min_partial)
-        limits = EngineLimits(budget, max_sequences, max_waiting, ROW_BYTES, arena_bytes)
+        limits = EngineLimits(budget, max_sequences, max_waiting, ROW_BYTES)
         clock = clock or SystemClock()
         self.engine = LanguageEngine(self.runner, self.manager, self.landing, limits, clock, "prefill")
         self.serial = 0
@@ -514,6 +515,17 @@ def test_what_no_empty_worker_could_hold_fails_at_once(
     else:
         assert isinstance(heard(sequence).error, RequestTooLarge)
         assert house.is_clean
+
+
+def test_pictures_that_only_their_alignment_keeps_out_of_an_empty_arena_fail_at_once() -> None:
+    """Slots begin at multiples of 64 bytes: three of 96 take 128 each, and 288 bytes are not enough."""
+    house = House(arena_bytes=288)
+    house.engine.limits = dataclasses.replace(house.engine.limits, row_bytes=96)
+    large = house.submit([(1, 1), (2, 1), (3, 1)])
+    small = house.submit([(1, 1), (2, 1)])
+    house.turn()
+    assert isinstance(heard(large).error, RequestTooLarge), "it would wait for ever, and in the end all behind it too"
+    assert heard(small).story[0] == "admitted"
 
 
 def test_a_full_queue_refuses_at_once() -> None:

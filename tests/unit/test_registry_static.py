@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from triptych.core.errors import StartupError
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.registry.lock import FileLock, is_held
 from triptych.registry.runtime import RuntimeFolder, default_runtime_path
-from triptych.registry.static import StaticRegistry
+from triptych.registry.static import POLL_SECONDS, StaticRegistry
 
 WORKER = WorkerInfo(
     worker_id="prefill-0",
@@ -178,3 +181,44 @@ def test_an_exposed_token_is_refused(folder: RuntimeFolder) -> None:
 def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_runtime_path({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/triptych")
     assert default_runtime_path({}) == Path(f"/tmp/triptych-{os.getuid()}")
+
+
+@contextlib.contextmanager
+def _no_descriptor_left() -> Iterator[None]:
+    """Within the block this process can open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.close(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_reader_without_descriptors_keeps_its_last_view_and_goes_on_later(folder: RuntimeFolder) -> None:
+    writer, reader = StaticRegistry(folder), StaticRegistry(folder)
+    writer.announce(WORKER)
+    reading = asyncio.create_task(reader.run())
+    await asyncio.sleep(0)
+    with _no_descriptor_left():
+        assert reader.refresh() == reader.workers() == (WORKER,)
+        assert StaticRegistry(folder).refresh() == ()
+        await asyncio.sleep(2 * POLL_SECONDS)
+    assert not reading.done(), "the folder is still read"
+    changed = dataclasses.replace(WORKER, state=WorkerState.READY)
+    writer.announce(changed)
+    assert reader.refresh() == (changed,)
+    reading.cancel()
+    writer.withdraw()
+    assert reader.refresh() == ()
+
+
+def test_a_lock_that_cannot_be_opened_hides_its_worker_and_no_other(folder: RuntimeFolder) -> None:
+    writer, reader = StaticRegistry(folder), StaticRegistry(folder)
+    writer.announce(WORKER)
+    (folder.workers_path / "decode-9.json").write_text("{}")
+    (folder.workers_path / "decode-9.lock").symlink_to(folder.workers_path / "prefill-0.lock")
+    assert reader.refresh() == (WORKER,)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -167,6 +167,30 @@ def test_avoided_workers_are_the_last_resort() -> None:
     assert chosen(ClusterView((E0, P0, D0, MONO), avoid)) == Path(MONO, MONO, (MONO,))
     assert chosen(ClusterView((E0, P0, D0, MONO), frozenset({"mono-0"})), 1).decode == D0
     assert chosen(ClusterView((E0, E1, P0, D0), frozenset({"e-0"}))).encoders == (E1,)
+
+
+def test_only_workers_that_can_send_to_each_other_make_a_path() -> None:
+    """Whatever differs, the workers of a kind serve each other; one that fits nobody is left out."""
+    here: dict[str, Any] = {
+        "transports": ("inproc", "shm"),
+        "host_id": "here",
+        "kv_layout": b"k" * 32,
+        "embedding_layout": b"e" * 32,
+    }
+    differences: list[dict[str, Any]] = [
+        {"kv_layout": b"K" * 32, "embedding_layout": b"E" * 32},
+        {"transports": ("inproc", "zmq-tcp")},
+        {"host_id": "there"},
+    ]
+    for difference in differences:
+        ones = [replace(found, **here) for found in (E0, P0, D0)]
+        others = [replace(found, **(here | difference)) for found in (E1, P1, D1)]
+        assert set(routes(ClusterView((*ones, *others)), 8)) == {"d-0 p-0 e-0", "d-1 p-1 e-1"}
+        assert set(routes(ClusterView((*ones, others[2])), 8)) == {"d-0 p-0 e-0"}
+        for pool in ((*ones[:2], others[2]), (others[0], *ones[1:])):
+            with pytest.raises(Unavailable, match="cannot send to each other"):
+                paths(ClusterView(pool), PICTURE, 0)
+        assert set(routes(ClusterView((others[0], *ones[1:])), 2, pictures=False)) == {"d-0 p-0"}
 
 
 def pools() -> st.SearchStrategy[list[WorkerInfo]]:

@@ -31,6 +31,8 @@ class WorkerInfo:
         host_id: equal on all workers that can share memory.
         transports: data-plane transports that it can do, best first.
         num_pages, page_tokens, max_sequence_tokens: KV capacity; 0 for encoders.
+        kv_layout, embedding_layout: fingerprints of what it sends or lands (`transport/layout.py`): only workers with
+            equal ones can send to each other. Empty for what it has nothing to do with.
         parameter_counts: parameters loaded by part ("vision", "language").
     """
 
@@ -49,6 +51,8 @@ class WorkerInfo:
     page_tokens: int = 0
     max_sequence_tokens: int = 0
     parameter_counts: Mapping[str, int] = field(default_factory=dict)
+    kv_layout: bytes = b""
+    embedding_layout: bytes = b""
 
     @property
     def ref(self) -> WorkerRef:

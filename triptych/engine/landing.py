@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from triptych.core.errors import StaleAttempt, TransferRefused
@@ -54,6 +54,10 @@ class LandingTable:
         """Bytes of the arena by state, the label values of `triptych_landing_bytes`."""
         book = self._book
         return {"free": book.free_bytes, "owned": book.owned_bytes, "quarantined": book.quarantined_bytes}
+
+    def can_ever_hold(self, sizes: Sequence[int]) -> bool:
+        """Whether items of those sizes, in bytes, fit an empty arena together. What does not must not wait for room."""
+        return self._book.can_ever_hold(sizes)
 
     def try_reserve(self, ref: AttemptRef, sizes: Mapping[int, int]) -> bool:
         """Slots for all items (index -> bytes), or nothing."""

@@ -60,7 +60,6 @@ class EngineLimits:
     max_sequences: int
     max_waiting: int
     row_bytes: int
-    arena_bytes: int
 
 
 class LanguageEngine:
@@ -410,8 +409,7 @@ class LanguageEngine:
                 f"the request needs KV room for {self._tokens_to_hold(sequence)} tokens; a worker holds "
                 f"{self.manager.num_usable * self.manager.page_tokens}. Shorten the prompt or lower max_tokens"
             )
-        item_bytes = sum(item.num_tokens for item in sequence.plan.items) * self.limits.row_bytes
-        if item_bytes > self.limits.arena_bytes:
+        if not self.landing.can_ever_hold([item.num_tokens * self.limits.row_bytes for item in sequence.plan.items]):
             raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
 
     def _stop(self) -> None:

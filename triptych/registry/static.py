@@ -34,6 +34,7 @@ class StaticRegistry:
         self._view: tuple[WorkerInfo, ...] | None = None
         self._parsed: dict[Path, tuple[tuple[int, int], WorkerInfo]] = {}
         self._wake = asyncio.Event()
+        self._unreadable: set[str] = set()
 
     def announce(self, worker: WorkerInfo) -> None:
         """Publishes the record, or replaces the one published before under this id.
@@ -68,12 +69,18 @@ class StaticRegistry:
         return self.refresh() if self._view is None else self._view
 
     def refresh(self) -> tuple[WorkerInfo, ...]:
-        """Reads the folder now, and wakes those who wait for a change if there was one."""
-        found = []
-        for path in sorted(self._folder.workers_path.glob("*.json")):
-            worker = self._read(path) if is_held(path.with_suffix(".lock")) else None
-            if worker is not None:
-                found.append(worker)
+        """Reads the folder now, and wakes those who wait for a change if there was one.
+
+        Never raises: what cannot be read just now (this process has no file descriptor left, say) stays as it was last
+        seen, for no news of a worker is not the news that it has died.
+        """
+        try:
+            paths = sorted(self._folder.workers_path.glob("*.json"))
+        except OSError as error:
+            self._note_unreadable(self._folder.workers_path.name, error)
+            return self._view or ()
+        self._unreadable.discard(self._folder.workers_path.name)
+        found = [worker for path in paths if (worker := self._living(path)) is not None]
         if self._view != tuple(found):
             self._view = tuple(found)
             self._wake.set()
@@ -121,19 +128,33 @@ class StaticRegistry:
     def _record_path(self, worker_id: str) -> Path:
         return self._folder.workers_path / f"{worker_id}.json"
 
-    def _read(self, path: Path) -> WorkerInfo | None:
-        """The record, parsed again only when the file is another one; None when it is unreadable or just went away."""
+    def _living(self, path: Path) -> WorkerInfo | None:
+        """The record's worker, as last seen when neither record nor lock can be read; None when it does not live."""
         try:
-            found = path.stat()
-            version = (found.st_ino, found.st_mtime_ns)
-            if path not in self._parsed or self._parsed[path][0] != version:
-                self._parsed[path] = (version, from_json(path.read_text(encoding="utf-8")))
+            worker = self._read(path) if is_held(path.with_suffix(".lock")) else None
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):
-            _log.warning("a worker's record cannot be read", extra={"record": path.name})
-            return None
+        except (OSError, ValueError) as error:
+            self._note_unreadable(path.name, error)
+            last_seen = self._parsed.get(path)
+            return last_seen[1] if last_seen is not None and isinstance(error, OSError) else None
+        self._unreadable.discard(path.name)
+        return worker
+
+    def _read(self, path: Path) -> WorkerInfo:
+        """The record, parsed again only when the file is another one. Raises OSError or ValueError."""
+        found = path.stat()
+        version = (found.st_ino, found.st_mtime_ns)
+        if path not in self._parsed or self._parsed[path][0] != version:
+            self._parsed[path] = (version, from_json(path.read_text(encoding="utf-8")))
         return self._parsed[path][1]
+
+    def _note_unreadable(self, name: str, error: Exception) -> None:
+        """Once for each time that it becomes so: the folder is read several times a second."""
+        if name not in self._unreadable:
+            self._unreadable.add(name)
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it is no record"
+            _log.warning("a worker's record cannot be read", extra={"record": name, "reason": reason})
 
 
 def find_dead_workers(workers_path: Path) -> list[str]:

@@ -26,11 +26,16 @@ from triptych.wire.v1 import (
 
 Metadata = tuple[tuple[str, str], ...]
 
+PING_TIMEOUT_MS: Final = 5_000
+
 CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # without it a ping may go unanswered for a minute
+    # How long a new connection may take: the system of a frozen worker accepts it, and nobody greets.
+    ("grpc.min_reconnect_backoff_ms", 4_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

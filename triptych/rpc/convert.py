@@ -460,6 +460,8 @@ def worker_to_proto(worker: WorkerInfo) -> registry_pb.WorkerRecord:
         page_tokens=worker.page_tokens,
         max_sequence_tokens=worker.max_sequence_tokens,
         parameter_counts=dict(worker.parameter_counts),
+        kv_layout=worker.kv_layout,
+        embedding_layout=worker.embedding_layout,
     )
 
 
@@ -487,7 +489,13 @@ def worker_from_proto(message: registry_pb.WorkerRecord) -> WorkerInfo:
         page_tokens=check.integer("page_tokens", message.page_tokens, 0, MAX_TOKENS),
         max_sequence_tokens=check.integer("max_sequence_tokens", message.max_sequence_tokens, 0, 2 * MAX_TOKENS),
         parameter_counts={check.name("parameter_counts", part): n for part, n in message.parameter_counts.items()},
+        kv_layout=_layout_from_proto("kv_layout", message.kv_layout),
+        embedding_layout=_layout_from_proto("embedding_layout", message.embedding_layout),
     )
+
+
+def _layout_from_proto(field: str, value: bytes) -> bytes:
+    return check.exact_bytes(field, value, FINGERPRINT_BYTES) if value else b""
 
 
 def _token_ids(field: str, values: Sequence[int]) -> list[int]:

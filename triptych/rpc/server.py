@@ -32,6 +32,7 @@ SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.so_reuseport", 0),  # a second worker on the same port is an error, not a lottery
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # without it a ping may go unanswered for a minute
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
 ]

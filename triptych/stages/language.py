@@ -80,7 +80,6 @@ def build_engine(
         max_sequences=settings.max_sequences,
         max_waiting=settings.max_waiting,
         row_bytes=adapter.row_elements * compute.dtype.itemsize,
-        arena_bytes=settings.landing_bytes,
     )
     manager = CacheManager(pool.shape[2], settings.page_tokens)
     return LanguageEngine(runner, manager, LandingTable(slots), limits, clock, stage, observer)

@@ -172,7 +172,7 @@ class Worker:
         language = self._plan.language
         page_tokens = language.page_tokens if language is not None else 0
         kv = adapter.kv_shape
-        links = RegistryLinks(
+        links = self._links = RegistryLinks(
             self._registry,
             pool,
             embedding_layout_fingerprint(
@@ -314,6 +314,8 @@ class Worker:
             page_tokens=language.page_tokens if language is not None else 0,
             max_sequence_tokens=adapter.max_sequence_tokens if language is not None else 0,
             parameter_counts=self._parameter_counts(),
+            kv_layout=self._links.kv_layout if language is not None else b"",
+            embedding_layout=self._links.embedding_layout,
         )
         await self._server.set_serving(True)
         self._registry.announce(self.info)

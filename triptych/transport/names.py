@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 INPROC: Final = "inproc"
@@ -17,3 +18,11 @@ TRANSPORT_CHOICES: Final = {
     "zmq-tcp": (INPROC, ZMQ_TCP),
 }
 """What a worker may use, best first. Two workers use what both may; within a process nothing needs to travel."""
+
+
+def shared_transports(
+    sender: Sequence[str], receiver: Sequence[str], *, is_same_host: bool, is_same_process: bool = False
+) -> tuple[str, ...]:
+    """What both may use and what can work between them, the sender's first choice first."""
+    possible = {INPROC: is_same_process, SHM: is_same_host, ZMQ_IPC: is_same_host, ZMQ_TCP: True}
+    return tuple(name for name in sender if name in receiver and possible.get(name, False))

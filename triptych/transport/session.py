@@ -19,7 +19,7 @@ from typing import Final
 from triptych.core.errors import InvalidRequest, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import WorkerRef
 from triptych.transport import frames
-from triptych.transport.names import INPROC, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import SHM, shared_transports
 from triptych.transport.types import (
     AbortAsked,
     Acknowledged,
@@ -78,10 +78,14 @@ _ASKED_OF: Final[dict[ArenaKind, tuple[type[Asked], ...]]] = {
 def choose_transport(sender: Endpoint, receiver: Endpoint) -> str:
     """The sender's first choice that both can do. Raises TransferRefused when there is none."""
     is_same_host = bool(sender.host_id) and sender.host_id == receiver.host_id
-    possible = {INPROC: sender.ref == receiver.ref, SHM: is_same_host, ZMQ_IPC: is_same_host, ZMQ_TCP: True}
-    for transport in sender.transports:
-        if transport in receiver.transports and possible.get(transport, False):
-            return transport
+    shared = shared_transports(
+        sender.transports,
+        receiver.transports,
+        is_same_host=is_same_host,
+        is_same_process=sender.ref == receiver.ref,
+    )
+    if shared:
+        return shared[0]
     raise TransferRefused(
         "the two workers share no way to move data: for shm run them on one host, as one user, with one /dev/shm;"
         " between hosts leave --transport at auto, or give zmq to both"

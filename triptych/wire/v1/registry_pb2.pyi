@@ -30,7 +30,7 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "epoch", "roles", "state", "grpc_address", "metrics_address", "model_name", "model_fingerprint", "host_id", "transports", "pid", "num_pages", "page_tokens", "max_sequence_tokens", "parameter_counts")
+    __slots__ = ("worker_id", "epoch", "roles", "state", "grpc_address", "metrics_address", "model_name", "model_fingerprint", "host_id", "transports", "pid", "num_pages", "page_tokens", "max_sequence_tokens", "parameter_counts", "kv_layout", "embedding_layout")
     class ParameterCountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class WorkerRecord(_message.Message):
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     roles: _containers.RepeatedScalarFieldContainer[Role]
@@ -68,7 +70,9 @@ class WorkerRecord(_message.Message):
     page_tokens: int
     max_sequence_tokens: int
     parameter_counts: _containers.ScalarMap[str, int]
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., grpc_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., num_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., parameter_counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kv_layout: bytes
+    embedding_layout: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., grpc_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., num_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., parameter_counts: _Optional[_Mapping[str, int]] = ..., kv_layout: _Optional[bytes] = ..., embedding_layout: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
