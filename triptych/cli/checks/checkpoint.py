@@ -53,7 +53,11 @@ def weights(adapter: Adapter) -> tuple[Finding, Parts | None]:
         present = _shapes(index)
     except StartupError as error:
         return fail("weights", error.message, AGAIN), None
-    model = _empty_model(adapter)
+    try:
+        adapter.check_depths(len(index))
+        model = _empty_model(adapter)
+    except StartupError as error:
+        return fail("weights", error.message, AGAIN), None
     expected = _expected_shapes(model)
     missing = sorted(expected.keys() - present.keys())
     if missing:
@@ -85,6 +89,7 @@ def tokenizer(adapter: Adapter) -> Finding:
 
     try:
         chat = ChatTokenizer(adapter.model_dir, adapter.placeholder_id(Modality.IMAGE))
+        chat.check_fits(adapter.vocab_size)
         encoded = chat.encode_chat([ChatMessage("user", (ImagePart(), TextPart("What is this?")))])
     except StartupError as error:
         return fail(
