@@ -56,6 +56,7 @@ class Model:
         self.adapter: Adapter = adapter_for(model_dir)
         placeholder_id = self.adapter.placeholder_id(Modality.IMAGE)
         self.tokenizer = ChatTokenizer(model_dir, placeholder_id)
+        self.tokenizer.check_fits(self.adapter.vocab_size)
         self.planner = Planner(self.adapter, self.tokenizer, SamplingDefaults.from_model(model_dir))
         self.token_bytes = TokenBytes(self.tokenizer.tokenizer)
 

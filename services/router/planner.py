@@ -13,7 +13,7 @@ from services.router.media import Media
 from triptych.core.errors import InvalidRequest, RequestTooLarge, StartupError
 from triptych.core.plan import Item, Modality, Plan, Sampling, TokenRange
 from triptych.model.adapters.base import ItemLayout
-from triptych.model.checkpoint_files import read_json
+from triptych.model.checkpoint_files import GENERATION_FILE, Table, optional_json
 from triptych.rpc.convert import MAX_REPETITION_PENALTY
 from triptych.text.messages import ChatMessage
 from triptych.text.tokenizer import EncodedChat
@@ -60,10 +60,9 @@ class SamplingDefaults:
 
         Raises StartupError for numbers out of range.
         """
-        file = model_dir / "generation_config.json"
-        config = read_json(file) if file.exists() else {}
+        config = optional_json(model_dir / GENERATION_FILE)
         penalty = _setting(config, "repetition_penalty", 1.0, lambda value: 0 < value <= MAX_REPETITION_PENALTY)
-        if not config.get("do_sample"):
+        if config.get("do_sample") is None or not Table(config, GENERATION_FILE).flag("do_sample"):
             return cls(0.0, 1.0, repetition_penalty=penalty)
         return cls(
             temperature=_setting(config, "temperature", 1.0, lambda value: 0 <= value <= 2),

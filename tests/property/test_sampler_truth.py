@@ -249,3 +249,21 @@ def test_a_rare_end_token_beyond_the_vocabulary_does_no_harm() -> None:
     row = SampleRow(Sampling(9, min_tokens=5, eos_token_ids=frozenset({1, 999_999})), 0, 0, index=0)
     assert sample(torch.tensor([[1.0, 5.0, 3.0]]), [row]) == [2]
     assert sample(torch.tensor([[1.0, 5.0, 3.0]]), [replace(row, index=5)]) == [1]
+
+
+@settings(max_examples=100)
+@given(case=cases(), penalty=st.sampled_from([5e-324, 1e-320, 1e-308, 1e-300]), temperature=st.sampled_from([0.0, 1.0]))
+def test_a_repetition_penalty_near_zero_takes_what_it_makes_likeliest(
+    case: Case, penalty: float, temperature: float
+) -> None:
+    """By the definition in exact numbers: a positive logit that was seen is beyond all others; what overflows a float
+    must not become a difference of infinities."""
+    seen = sorted(set(case.prompt) | set(case.answer))
+    sampling = Sampling(max_tokens=64, temperature=temperature, repetition_penalty=penalty)
+    history = TokenHistory(np.array(case.prompt, dtype=np.int64), np.array(case.answer, dtype=np.int64))
+    row = SampleRow(sampling, 0, 5, index=1, history=history)
+    chosen = sample(case.logits[None], [row])[0]
+    positive = [token for token in seen if case.logits[token] > 0]
+    if positive:
+        assert chosen in positive
+    assert not torch.isnan(adjusted(case.logits, row)).any()

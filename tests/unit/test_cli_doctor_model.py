@@ -157,7 +157,51 @@ def test_a_tensor_of_another_shape_is_named_with_both(model_dir: Path) -> None:
 def test_a_tensor_of_no_architecture_is_named(model_dir: Path) -> None:
     change_tensors(model_dir, lambda tensors: {**tensors, "visual.extra": torch.zeros(3)})
     finding = weights_of(model_dir)
-    assert finding.status is Status.WARN and "visual.extra" in finding.found
+    assert finding.status is Status.FAIL and "visual.extra" in finding.found
+    with pytest.raises(StartupError, match=r"visual\.extra"):  # no worker starts with it
+        loaded_parts(adapter_for(model_dir))
+
+
+def test_a_tensor_that_is_stored_as_whole_numbers_is_named(model_dir: Path) -> None:
+    name = "model.norm.weight"
+    change_tensors(model_dir, lambda tensors: {**tensors, name: tensors[name].to(torch.int32)})
+    finding = weights_of(model_dir)
+    assert finding.status is Status.FAIL and name in finding.found
+    with pytest.raises(StartupError, match=name):
+        loaded_parts(adapter_for(model_dir))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("text_config", "hidden_act"), "wat"),
+        (("text_config", "attention_dropout"), "wat"),
+        (("text_config", "num_hidden_layers"), 10**9),
+        (("vision_config", "depth"), 10**9),
+        (("tie_word_embeddings",), True),
+        (("model_type",), "wat"),
+        (("auto_map",), {"AutoConfig": "evil.Config"}),
+    ],
+)
+def test_it_says_of_a_config_what_a_worker_says(model_dir: Path, place: tuple[str, ...], value: object) -> None:
+    def change(config: dict[str, Any]) -> None:
+        *outer, field = place
+        table = config
+        for name in outer:
+            table = table[name]
+        table[field] = value
+        if field == "num_hidden_layers":
+            table["layer_types"] = None
+
+    change_json(model_dir / "config.json", change)
+    finding = weights_of(model_dir)
+    try:
+        loaded_parts(adapter_for(model_dir))
+        expected = Status.OK
+    except StartupError:
+        expected = Status.FAIL
+    assert finding.status is expected, finding.found
+    assert str(model_dir) not in finding.found
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])

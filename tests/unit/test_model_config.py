@@ -6,7 +6,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
+import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from safetensors.torch import save_file
 from tests.parity.checkpoints import FAMILIES
 from triptych.core.errors import StartupError
 from triptych.model import qwen_vl_parts
+from triptych.model.adapters import base
 from triptych.model.registry import adapter_for, scan
+from triptych.rpc import convert
 
 CPU = torch.device("cpu")
 
@@ -197,6 +202,14 @@ def test_quantized_weights_are_refused(model_dir: Path) -> None:
         ("image_mean", [0.5, 0.5]),
         ("image_std", "half"),
         ("rescale_factor", "255"),
+        ("rescale_factor", math.inf),
+        ("rescale_factor", 10**400),
+        ("do_rescale", "yes"),
+        ("do_normalize", 1),
+        ("do_convert_rgb", []),
+        ("image_mean", [0.5, math.nan, 0.5]),
+        ("image_std", [0.5, math.inf, 0.5]),
+        ("image_std", [0.5, 0, 0.5]),
     ],
 )
 def test_a_field_of_the_processor_is_named(model_dir: Path, place: str, value: object) -> None:
@@ -204,7 +217,83 @@ def test_a_field_of_the_processor_is_named(model_dir: Path, place: str, value: o
     assert f"preprocessor_config.json: {place}" in refusal(model_dir)
 
 
-@pytest.mark.parametrize("value", ["626", [626, "x"], 638, [-1], True])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("resample", 99), ("image_mean", [1e300] * 3), ("image_std", [1e-300] * 3), ("rescale_factor", 1e308)],
+)
+def test_a_processor_that_makes_nothing_of_a_picture_stops_the_start(
+    model_dir: Path, place: str, value: object
+) -> None:
+    """What stock looks at only with a picture in its hands, at the start and not at the first request."""
+    spoil(model_dir, PROCESSOR, place, value)
+    adapter = adapter_for(model_dir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy says what overflows
+        with pytest.raises(StartupError, match=r"preprocessor_config\.json"):
+            adapter.load_vision(torch.float32, CPU)
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["float12", "b\u00e9float16", 16, ["float32"]])
+def test_a_number_format_that_is_none_is_named(model_dir: Path, field: str, value: object) -> None:
+    """It is part of every item's identity, which is ASCII: not to be found out with the first picture."""
+    config = json.loads((model_dir / CONFIG).read_text())
+    config.pop("dtype", None)
+    (model_dir / CONFIG).write_text(json.dumps({**config, field: value}))
+    assert f"config.json: {field}" in refusal(model_dir)
+
+
+def test_more_tokens_than_the_wire_carries_are_named(model_dir: Path) -> None:
+    """A worker that announces more is not heard by the router, which would wait for it for ever."""
+    assert base.MAX_SEQUENCE_TOKENS == 2 * convert.MAX_TOKENS
+    spoil(model_dir, CONFIG, "text_config.max_position_embeddings", base.MAX_SEQUENCE_TOKENS + 1)
+    assert "config.json: text_config.max_position_embeddings" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("place", ["text_config.num_hidden_layers", "vision_config.depth"])
+def test_more_layers_than_tensors_are_named_before_they_are_built(model_dir: Path, place: str) -> None:
+    spoil(model_dir, CONFIG, place, 10**9)
+    if place.startswith("text"):
+        spoil(model_dir, CONFIG, "text_config.layer_types", None)
+    adapter = adapter_for(model_dir)
+    for load in (adapter.load_vision, adapter.load_language):
+        with pytest.raises(StartupError, match=f"config.json: {place}"):
+            load(torch.float32, CPU)
+
+
+def test_how_stock_hands_results_back_is_not_the_checkpoints_to_say(model_dir: Path) -> None:
+    whole = adapter_for(model_dir).load_vision(torch.float32, CPU)
+    for field, value in (("return_dict", False), ("output_hidden_states", True), ("output_attentions", True)):
+        spoil(model_dir, CONFIG, field, value)
+        for part in ("text_config", "vision_config"):
+            spoil(model_dir, CONFIG, f"{part}.{field}", value)
+    told = adapter_for(model_dir).load_vision(torch.float32, CPU)
+    pixels, grid = told.preprocess(Image.linear_gradient("L").convert("RGB"))
+    assert torch.equal(told.encode([pixels], [grid])[0], whole.encode([pixels], [grid])[0])
+
+
+def test_a_file_that_is_a_dangling_link_is_not_one_that_is_missing(model_dir: Path) -> None:
+    """It says when an answer ends."""
+    (model_dir / GENERATION).unlink()
+    adapter_for(model_dir)
+    (model_dir / GENERATION).symlink_to(model_dir / "cleared")
+    assert GENERATION in refusal(model_dir)
+
+
+def test_a_byte_order_mark_is_no_damage(model_dir: Path) -> None:
+    marked = b"\xef\xbb\xbf" + (model_dir / CONFIG).read_bytes()
+    expected = adapter_for(model_dir).fingerprint
+    (model_dir / CONFIG).write_bytes(marked)
+    assert adapter_for(model_dir).fingerprint == expected
+
+
+def test_weights_that_are_a_pipe_are_named(model_dir: Path) -> None:
+    """Reading one waits for ever."""
+    os.mkfifo(model_dir / "more.safetensors")
+    assert "more.safetensors" in refusal(model_dir)
+
+
+@pytest.mark.parametrize("value", ["626", [626, "x"], 638, [-1], True, []])
 def test_an_end_token_that_is_none_is_named(model_dir: Path, value: object) -> None:
     spoil(model_dir, GENERATION, "eos_token_id", value)
     assert "generation_config.json: eos_token_id" in refusal(model_dir)

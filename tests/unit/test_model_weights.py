@@ -58,6 +58,30 @@ def test_tensors_are_those_of_the_library(
                 assert sum(counted) == file.tensors[name].num_bytes
 
 
+@pytest.mark.parametrize("stored", FLOAT_DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_number_that_is_not_finite_is_named(
+    tmp_path: Path, stored: str, value: float, dtype: torch.dtype, seed: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    tensor = torch.ones(5000, dtype=FLOAT_DTYPES[stored])
+    tensor[random.Random(seed).randrange(5000)] = value
+    save_file({"good": torch.ones(5000), "bad": tensor}, path)
+    with WeightsFile(path) as file:
+        file.read("good", dtype, CPU, lambda _: None)
+        with pytest.raises(StartupError, match=r"'bad' in model\.safetensors has a number that is not finite"):
+            file.read("bad", dtype, CPU, lambda _: None)
+
+
+def test_a_number_that_does_not_fit_the_format_is_named(tmp_path: Path) -> None:
+    save_file({"wide": torch.tensor([1.0, 70_000.0])}, tmp_path / "model.safetensors")
+    with WeightsFile(tmp_path / "model.safetensors") as file:
+        file.read("wide", torch.bfloat16, CPU, lambda _: None)
+        with pytest.raises(StartupError, match=r"float16.*--dtype"):
+            file.read("wide", torch.float16, CPU, lambda _: None)
+
+
 def test_a_tensor_that_was_read_does_not_change_with_its_file(tmp_path: Path) -> None:
     """A mapped file does not keep its promise when a new checkpoint is copied over it."""
     path = tmp_path / "model.safetensors"

@@ -172,6 +172,13 @@ def test_a_default_out_of_range_stops_the_start(tmp_path: Path, name: str, value
         SamplingDefaults.from_model(tmp_path)
 
 
+@pytest.mark.parametrize("value", ["false", 0, [], {}])
+def test_a_do_sample_that_is_neither_true_nor_false_is_named(tmp_path: Path, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": value, "temperature": 1.0}))
+    with pytest.raises(StartupError, match="do_sample"):
+        SamplingDefaults.from_model(tmp_path)
+
+
 def asking(**options: Any) -> ChatRequest:
     return dataclasses.replace(REQUEST, options=SamplingOptions(**options))
 

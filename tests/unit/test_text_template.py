@@ -37,6 +37,36 @@ def test_the_templates_own_refusal_reaches_the_caller() -> None:
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize("source", ["{% for %}", "{{" * 100_000])
+def test_a_template_that_cannot_be_compiled_stops_the_start(source: str) -> None:
+    with pytest.raises(StartupError, match="cannot be compiled"):
+        ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"\xff\xfe{", "folder", "dangling"])
+def test_a_file_that_cannot_be_read_is_not_one_that_is_missing(tmp_path: Path, name: str, content: bytes | str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "other"}))
+    (tmp_path / name).unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to(tmp_path / "cleared")
+    with pytest.raises(StartupError, match=name) as caught:
+        ChatTemplate.from_model(tmp_path)
+    assert str(tmp_path) not in caught.value.message
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000])
+def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json"):
+        ChatTemplate.from_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -44,6 +74,10 @@ def test_the_templates_own_refusal_reaches_the_caller() -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages[0].content.no.such }}",
         "{{ 1 + 'a' }}",
+        "{{ 1 // 0 }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ '%c' | format(2 ** 40) }}",
+        "{% macro deeper() %}{{ deeper() }}{% endmacro %}{{ deeper() }}",
     ],
 )
 def test_whatever_goes_wrong_inside_is_a_plain_refusal(source: str) -> None:

@@ -168,3 +168,34 @@ def test_a_template_that_holds_the_private_mark_is_refused(tmp_path: Path) -> No
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"tokenizer\.json"):
         ChatTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"{" * 1000, b'{"version": "1.0"'])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(StartupError, match=r"tokenizer\.json") as caught:
+        ChatTokenizer(tmp_path)
+    assert str(tmp_path) not in caught.value.message
+
+
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text or '<img>' }}{% endfor %}{% endfor %}"
+
+
+def test_a_vocabulary_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    """Its tokens would be looked up beyond the table of embeddings, in the middle of somebody's request."""
+    tokenizer = ChatTokenizer(write_model(tmp_path, PARTS))
+    size = tokenizer.tokenizer.get_vocab_size()
+    tokenizer.check_fits(size)
+    tokenizer.check_fits(size + 64)  # padded
+    with pytest.raises(StartupError, match=rf"token {size - 1}"):
+        tokenizer.check_fits(size - 1)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [PARTS.replace("<img>", "<image>"), PARTS.replace("<img>", "<img><img>"), "{{ 1 // 0 }}", "{}", ""],
+)
+def test_a_template_that_takes_no_pictures_is_refused_at_start(tmp_path: Path, template: str) -> None:
+    tokenizer = ChatTokenizer(write_model(tmp_path, template))
+    with pytest.raises(StartupError, match="question with a picture"):
+        tokenizer.check_fits(1000)

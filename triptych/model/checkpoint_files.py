@@ -9,6 +9,8 @@ next; here a field that changes the result has to be there, but for those that a
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +50,23 @@ class Table:
     def number(self, field: str) -> float:
         """A positive number."""
         value: Any = self.values.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not _is_finite(value) or value <= 0:
             self._wanted("a positive number", field)
         return float(value)
 
     def numbers(self, field: str, count: int) -> list[float]:
         value: Any = self.values.get(field)
         is_list = isinstance(value, list) and len(value) == count
-        if not is_list or any(isinstance(v, bool) or not isinstance(v, int | float) for v in value):
+        if not is_list or not all(_is_finite(v) for v in value):
             self._wanted(f"a list of {count} numbers", field)
         return [float(v) for v in value]
+
+    def flag(self, field: str) -> bool:
+        """true or false."""
+        value: Any = self.values.get(field)
+        if not isinstance(value, bool):
+            self._wanted("true or false", field)
+        return bool(value)
 
     def positives(self, field: str, count: int) -> list[int]:
         value: Any = self.values.get(field)
@@ -107,8 +116,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def optional_json(path: Path) -> dict[str, Any]:
+    """As `read_json`, but empty when there is no such file. A link that leads nowhere is one that cannot be read: what
+    it was to say (when an answer ends) must not be left out in silence."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: object) -> str:

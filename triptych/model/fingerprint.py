@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from triptych.core.errors import StartupError
+from triptych.model.checkpoint_files import CONFIG_FILE, read_json
 
 _FULL_HASH_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
@@ -25,9 +26,11 @@ def checkpoint_fingerprint(model_dir: Path) -> bytes:
     if not shards:
         raise StartupError(f"model {model_dir.name!r} has no .safetensors file; convert the checkpoint first")
     digest = hashlib.sha256(b"triptych/checkpoint/v1")
-    config = json.loads((model_dir / "config.json").read_text())
+    config = read_json(model_dir / CONFIG_FILE)
     digest.update(json.dumps(config, sort_keys=True).encode())
     for shard in shards:
+        if shard.exists() and not shard.is_file():  # reading a pipe would wait for ever
+            raise StartupError(f"{shard.name} is no file; download the checkpoint again")
         try:
             digest.update(f"{shard.name}:{shard.stat().st_size}".encode())
             _update_with_shard(digest, shard)

@@ -39,6 +39,7 @@ VISION_PREFIXES = ("model.visual.", "visual.")
 LANGUAGE_PREFIXES = ("model.language_model.", "model.")
 HEAD_NAME = "lm_head.weight"
 EMBEDDING_NAME = "embed_tokens.weight"
+MAX_REASON_CHARS = 300
 # Names of classes in the processor's file; nothing is ever looked up by them.
 _NOT_SETTINGS = frozenset({"image_processor_type", "feature_extractor_type", "processor_class", "auto_map"})
 
@@ -111,23 +112,27 @@ Language = TypeVar("Language", bound=QwenLanguage)
 
 def load_vision(adapter: QwenVLAdapter, part: type[Vision], dtype: torch.dtype, device: torch.device) -> Vision:
     """The tower's weights in a `part`. Raises StartupError."""
+    index = tensor_index(adapter.model_dir)
+    adapter.check_depths(len(index))
     model = _on_meta(adapter).model
     del model.language_model
-    index = tensor_index(adapter.model_dir)
     names, _ = _names_of_parts(index)
     load_part(model.visual, index, names, dtype, device, "vision")
     # Computed from the config and never stored; on meta they have no values yet.
     model.visual.rotary_pos_emb = type(model.visual.rotary_pos_emb)(model.config.vision_config).to(device)
     check_loaded(model, "vision")
     model.train(False)
-    return part(model, _processor(adapter), adapter.row_elements)
+    vision = part(model, _processor(adapter), adapter.row_elements)
+    _check_processor(adapter, vision)
+    return vision
 
 
 def load_language(adapter: QwenVLAdapter, part: type[Language], dtype: torch.dtype, device: torch.device) -> Language:
     """The language model's weights, and its head's, in a `part`. Raises StartupError."""
+    index = tensor_index(adapter.model_dir)
+    adapter.check_depths(len(index))
     whole = _on_meta(adapter)
     model = whole.model.language_model
-    index = tensor_index(adapter.model_dir)
     _, names = _names_of_parts(index)
     load_part(model, index, names, dtype, device, "language")
     model.rotary_emb = type(model.rotary_emb)(model.config).to(device)
@@ -154,6 +159,9 @@ def _on_meta(adapter: QwenVLAdapter) -> Any:
     try:
         config = stock.config_class.from_dict(copy.deepcopy(adapter.config))
         config.text_config._attn_implementation = ATTENTION_NAME
+        for part in (config, config.text_config, config.vision_config):
+            # How results are handed back, which the parts rely on, is no matter of the checkpoint's.
+            part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
         with torch.device("meta"):
             return stock(config)
     except Exception as error:
@@ -178,5 +186,24 @@ def _processor(adapter: QwenVLAdapter) -> Qwen2VLImageProcessorPil:
         ) from error
 
 
+def _check_processor(adapter: QwenVLAdapter, vision: QwenVision) -> None:
+    """Tries it on a picture: a setting that stock reads only then must not wait for the first request, nor give every
+    picture pixels that are no numbers. Raises StartupError."""
+    unit_px = adapter.patch_px * adapter.merge_size
+    width_px, height_px = 3 * unit_px + 1, 2 * unit_px + 1  # not what it is resized to
+    picture = Image.linear_gradient("L").resize((width_px, height_px)).convert("RGB")
+    try:
+        pixels, grid = vision.preprocess(picture)
+        is_right = pixels.shape == (grid.t * grid.h * grid.w, vision.patch_elements) and pixels.dtype == torch.float32
+    except Exception as error:
+        raise StartupError(f"{PROCESSOR_FILE} makes nothing of a picture: {_in_one_line(error)}") from error
+    if not is_right or grid != adapter.image_layout(width_px, height_px).grid:
+        raise StartupError(f"{PROCESSOR_FILE} makes another number of patches of a picture than its sizes say")
+    if not bool(torch.isfinite(pixels).all()):
+        raise StartupError(f"{PROCESSOR_FILE} makes pixels that are no numbers; look at image_mean and image_std")
+
+
 def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """As much of it as a log line takes."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."

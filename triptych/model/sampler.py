@@ -158,7 +158,9 @@ def _penalize(scores: torch.Tensor, row: SampleRow) -> None:
         # An id that stands in both is written twice, with the same value.
         seen = torch.cat([torch.from_numpy(row.history.prompt_ids), answer]).to(device)
         values = scores[seen]
-        scores[seen] = torch.where(values < 0, values * how.repetition_penalty, values / how.repetition_penalty)
+        penalized = torch.where(values < 0, values * how.repetition_penalty, values / how.repetition_penalty)
+        # A penalty near 0 divides beyond float64; the difference of two infinities would be no number.
+        scores[seen] = penalized.clamp(max=torch.finfo(scores.dtype).max)
     scores[answer.to(device)] -= how.frequency_penalty * counts.to(device, scores.dtype) + how.presence_penalty
 
 

@@ -80,7 +80,11 @@ class WeightsFile:
             )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device, advance: Advance) -> torch.Tensor:
-        """A tensor of `dtype` on `device` with storage of its own. Raises StartupError as `check_is_float` does."""
+        """A tensor of `dtype` on `device` with storage of its own.
+
+        Raises StartupError as `check_is_float` does, and for a number that is none or does not fit into `dtype`: every
+        answer would be nonsense without a word.
+        """
         self.check_is_float(name)
         stored = self.tensors[name]
         filled = torch.empty(stored.shape, dtype=dtype, device=device)
@@ -95,8 +99,19 @@ class WeightsFile:
             self._read_into(target)
             if not is_direct:
                 part.copy_(target)
+            self._check_finite(name, part)
             advance(len(part) * file_dtype.itemsize)
         return filled
+
+    def _check_finite(self, name: str, part: torch.Tensor) -> None:
+        # A minimum or maximum passes a NaN on, and needs no memory where a mask of the finite ones does.
+        least, largest = torch.aminmax(part)
+        if not (torch.isfinite(least) and torch.isfinite(largest)):
+            format_name = str(part.dtype).removeprefix("torch.")
+            raise StartupError(
+                f"tensor {name!r} in {self.path.name} has a number that is not finite in {format_name}; "
+                "download the checkpoint again, or give a --dtype with a wider range"
+            )
 
     def has_same_bytes(self, name: str, other_file: WeightsFile, other: str) -> bool:
         """Is a tensor of this file stored byte for byte as one of another?"""

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.core.errors import InvalidRequest, StartupError
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
+from triptych.text.model_files import optional_json, optional_text
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -30,18 +31,18 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _compile(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise StartupError(f"the model's chat template cannot be compiled: {error}") from None
 
     @classmethod
     def from_model(cls, model_dir: Path) -> ChatTemplate:
         """From `chat_template.jinja`, or from `chat_template` in `tokenizer_config.json`.
 
-        Raises StartupError when the model has none.
+        Raises StartupError when the model has none, and names a file that is there and cannot be read.
         """
-        config = _read_json(model_dir / "tokenizer_config.json")
-        file = model_dir / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+        config = optional_json(model_dir / "tokenizer_config.json")
+        text = optional_text(model_dir / "chat_template.jinja")
+        source = config.get("chat_template") if text is None else text
         if not isinstance(source, str):
             raise StartupError("the model has no chat template: add chat_template.jinja to its folder")
         return cls(source, special_token_texts(config))
@@ -56,7 +57,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        except Exception as error:  # a template computes: it may divide by zero, nest without end, or count too far
             reason = str(error) if isinstance(error, _Refused) else "it cannot render these messages"
             raise InvalidRequest(
                 f"the model's chat template refuses the conversation: {reason}", param="messages"
@@ -109,10 +110,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    return value if isinstance(value, dict) else {}

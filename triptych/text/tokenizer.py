@@ -8,7 +8,6 @@ gives exactly the ids of `transformers`' `apply_chat_template`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 
 from triptych.core.errors import InvalidRequest, StartupError
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
+from triptych.text.model_files import optional_json, read_tokenizer
 from triptych.text.template import ChatTemplate
 
 # Private-use characters: they have no meaning of their own, and a caller's text that holds one is itself marked.
@@ -44,20 +44,34 @@ class ChatTokenizer:
     def __init__(self, model_dir: Path | str, image_placeholder_id: int | None = None) -> None:
         """Reads the tokenizer files; the placeholder's id comes from config.json (`image_token_id`) unless given.
 
-        Raises StartupError when a file is missing or the template cannot be used.
+        Raises StartupError when a file is missing or damaged, or the template cannot be used.
         """
         directory = Path(model_dir)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise StartupError("the model has no tokenizer.json")
-        self.tokenizer: Tokenizer = Tokenizer.from_file(str(file))
-        self._literal: Tokenizer = Tokenizer.from_file(str(file))
+        self.tokenizer = read_tokenizer(directory / "tokenizer.json")
+        self._literal = read_tokenizer(directory / "tokenizer.json")
         self._literal.encode_special_tokens = True
         self._template = ChatTemplate.from_model(directory)
         if _MARK_OPEN in self._template.source:
             raise StartupError("the model's chat template uses the private-use character U+E000, which is reserved")
         self._placeholder_id = _image_token_id(directory) if image_placeholder_id is None else image_placeholder_id
         self._specials = _Specials.of(self.tokenizer)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raises StartupError unless a question with a picture can be asked of a model with `vocab_size` rows of
+        embeddings: the placeholder is written once where the picture stands, and no token is beyond the last row."""
+        last = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        if last >= vocab_size:
+            raise StartupError(
+                f"tokenizer.json has the token {last}, and the model's last is {vocab_size - 1}: they are of "
+                "different models; download the checkpoint again"
+            )
+        try:
+            self.encode_chat([ChatMessage("user", (ImagePart(), TextPart("What is this?")))])
+        except InvalidRequest as error:
+            raise StartupError(
+                f"a question with a picture cannot be asked of this model ({error.message}): config.json, "
+                "tokenizer.json and chat template do not belong together"
+            ) from None
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> EncodedChat:
         """The prompt's ids. CPU-bound: microseconds to milliseconds, by length.
@@ -158,6 +172,5 @@ class _Specials:
 
 
 def _image_token_id(model_dir: Path) -> int | None:
-    file = model_dir / "config.json"
-    value = json.loads(file.read_text(encoding="utf-8")).get("image_token_id") if file.is_file() else None
+    value = optional_json(model_dir / "config.json").get("image_token_id")
     return value if isinstance(value, int) else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triptych.cli.checks.finding import Finding, fail, ok, size, warn
+from triptych.cli.checks.finding import Finding, fail, ok, size
 from triptych.core.errors import StartupError
 from triptych.core.plan import Modality
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 AGAIN = "download or convert the checkpoint again"
 _NAMED = 3
+_MAX_REASON_CHARS = 300
 # Checkpoints of different ages put different roots before the same names.
 _ROOTS = frozenset({"model", "language_model"})
 
@@ -53,7 +55,12 @@ def weights(adapter: Adapter) -> tuple[Finding, Parts | None]:
         present = _shapes(index)
     except StartupError as error:
         return fail("weights", error.message, AGAIN), None
-    model = _empty_model(adapter)
+    try:
+        adapter.check_depths(len(index))
+        model = _empty_model(adapter)
+        _check_tied_head(model, index)
+    except StartupError as error:
+        return fail("weights", error.message, AGAIN), None
     expected = _expected_shapes(model)
     missing = sorted(expected.keys() - present.keys())
     if missing:
@@ -72,9 +79,7 @@ def weights(adapter: Adapter) -> tuple[Finding, Parts | None]:
     )
     unexpected = sorted(present.keys() - expected.keys() - _tied_names(model))
     if unexpected:
-        return warn(
-            "weights", f"{found}; not of this architecture: {_some(unexpected)}", f"if it does not load: {AGAIN}"
-        ), parts
+        return fail("weights", f"{found}; not of this architecture: {_some(unexpected)}", AGAIN), None
     return ok("weights", found), parts
 
 
@@ -85,6 +90,7 @@ def tokenizer(adapter: Adapter) -> Finding:
 
     try:
         chat = ChatTokenizer(adapter.model_dir, adapter.placeholder_id(Modality.IMAGE))
+        chat.check_fits(adapter.vocab_size)
         encoded = chat.encode_chat([ChatMessage("user", (ImagePart(), TextPart("What is this?")))])
     except StartupError as error:
         return fail(
@@ -111,24 +117,41 @@ def _shapes(index: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_in(shard: Path) -> dict[str, tuple[int, ...]]:
-    """Opening checks the file's length against its header, so one cut short is found."""
-    from safetensors import SafetensorError, safe_open
+    """As a worker opens it, which checks the file's length against its header: so one cut short is found."""
+    from triptych.model.weights_file import WeightsFile
 
-    try:
-        with safe_open(shard, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        raise StartupError(f"{shard.name} is missing, cut short or damaged") from None
+    with WeightsFile(shard) as file:
+        for name in file.tensors:
+            file.check_is_float(name)
+        return {name: stored.shape for name, stored in file.tensors.items()}
 
 
 def _empty_model(adapter: Adapter) -> Any:
-    """The stock model with its shapes and no memory."""
+    """The stock model with its shapes and no memory. Raises StartupError for a config that stock refuses.
+
+    As in a worker, the class is the adapter's own, whatever else the config calls itself or brings along.
+    """
     import torch
     import transformers
 
-    settings = transformers.AutoConfig.from_pretrained(adapter.model_dir)
-    with torch.device("meta"):
-        return getattr(transformers, adapter.architecture)(settings)
+    stock = getattr(transformers, adapter.architecture)
+    try:
+        settings = stock.config_class.from_dict(copy.deepcopy(adapter.config))
+        with torch.device("meta"):
+            return stock(settings)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        raise StartupError(f"config.json is not one of a {adapter.architecture}: {reason}") from None
+
+
+def _check_tied_head(model: Any, index: Mapping[str, Path]) -> None:
+    """Raises StartupError for a head of its own where the config says that it is the embeddings."""
+    from triptych.model.loader import is_same_tensor
+
+    head = next((name for name in index if name.endswith("lm_head.weight")), None)
+    table = next((name for name in index if name.endswith("embed_tokens.weight")), None)
+    if model.config.tie_word_embeddings and head and table and not is_same_tensor(index, head, table):
+        raise StartupError(f"config.json ties the head to the embeddings, but {head} has weights of its own")
 
 
 def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:

@@ -20,13 +20,24 @@ from triptych.mm.identity import item_identity, tensor_identity
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels
 from triptych.mm.tensor import TensorValue
-from triptych.model.checkpoint_files import CONFIG_FILE, GENERATION_FILE, PROCESSOR_FILE, Table, read_json
+from triptych.model.checkpoint_files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    PROCESSOR_FILE,
+    Table,
+    optional_json,
+    read_json,
+)
 from triptych.model.fingerprint import checkpoint_fingerprint
 
 if TYPE_CHECKING:
     import torch
 
     from triptych.model.parts import LanguagePart, VisionPart
+
+MAX_SEQUENCE_TOKENS = 2**21
+"""The most that the wire carries (`rpc/convert.py`): a worker that said more would not be heard."""
+DECLARED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class AttentionKind(enum.Enum):
@@ -78,6 +89,9 @@ class Adapter(ABC):
         model_name: the name that the API shows (the folder's).
         fingerprint: 32 bytes over config and weights.
         kv_shape: of one token's K (or V).
+        declared_dtype: the number format that config.json names. Not the one that a worker computes in, which the
+            router cannot know and which the keys of a worker's caches and the layouts of its arenas hold
+            (docs/identity.md).
         num_embedding_levels: further levels of an embedding row, besides the first.
         processing_key: canonical bytes of everything in the processor that changes pixels.
     """
@@ -101,7 +115,10 @@ class Adapter(ABC):
         self.kv_shape = self._read_kv_shape()
         self.num_embedding_levels = 0
         self.eos_token_ids = self._read_eos()
+        self.declared_dtype = self._read_declared_dtype()
         self.processing_key = self._read_processing_key()
+        if self.max_sequence_tokens > MAX_SEQUENCE_TOKENS:
+            self.text_config.refuse("max_position_embeddings", f"and at most {MAX_SEQUENCE_TOKENS} can be served")
         if self.vocab_size > SENTINEL_BASE:
             self.text_config.refuse("vocab_size", f"and at most {SENTINEL_BASE} can be served")
         if self.config.get("quantization_config") is not None:
@@ -153,12 +170,6 @@ class Adapter(ABC):
             tensor=tensor,
         )
 
-    @property
-    def declared_dtype(self) -> str:
-        """The number format that config.json names. Not the one that a worker computes in, which the router cannot know
-        and which the keys of a worker's caches and the layouts of its arenas hold (docs/identity.md)."""
-        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-
     def check_layout(self, item: Item) -> None:  # noqa: B027 - a family may have nothing to check
         """Raises MediaMismatch when an item's grid and token count cannot belong together. A family that can tell them
         apart overrides this: what comes from the wire is not to be trusted before."""
@@ -166,6 +177,9 @@ class Adapter(ABC):
     def expand(self, compact_ids: Sequence[int], items: Sequence[Item]) -> IdArray:
         """The prompt with every item's rows filled by its sentinels: int64 (prompt_tokens,). Raises MediaMismatch."""
         return expand(compact_ids, items, [item_sentinels(item.identity, item.num_tokens) for item in items])
+
+    def check_depths(self, num_tensors: int) -> None:  # noqa: B027 - a family may have nothing to check
+        """Raises StartupError when config.json has more layers than `num_tensors`, all that the checkpoint has."""
 
     @abstractmethod
     def image_layout(self, width_px: int, height_px: int) -> ItemLayout:
@@ -206,8 +220,7 @@ class Adapter(ABC):
         return self.hidden_size // heads
 
     def _read_eos(self) -> frozenset[int]:
-        path = self.model_dir / GENERATION_FILE
-        generation = Table(read_json(path) if path.exists() else {}, GENERATION_FILE)
+        generation = Table(optional_json(self.model_dir / GENERATION_FILE), GENERATION_FILE)
         for table in (generation, self.text_config, Table(self.config, CONFIG_FILE)):
             if "eos_token_id" in table:
                 return self._token_ids(table, "eos_token_id")
@@ -217,10 +230,22 @@ class Adapter(ABC):
         """One id or several."""
         value = table.values[field]
         ids = value if isinstance(value, list) else [value]
+        if not ids:
+            table.refuse(field, "but an answer needs a token to end with")
         return frozenset(
             Table({field: each}, table.file, table.prefix).token_id(field, self.vocab_size) for each in ids
         )
 
+    def _read_declared_dtype(self) -> str:
+        whole = Table(self.config, CONFIG_FILE)
+        field = next((field for field in ("dtype", "torch_dtype") if field in whole), None)
+        if field is None:
+            return "float32"
+        named = whole.values[field]
+        if not isinstance(named, str) or named not in DECLARED_DTYPES:
+            whole.refuse(field, f"and it should be one of {', '.join(DECLARED_DTYPES)}")
+        return named
+
     def _read_processing_key(self) -> bytes:
-        path = self.model_dir / PROCESSOR_FILE
-        return json.dumps(read_json(path), sort_keys=True).encode() if path.exists() else b""
+        settings = optional_json(self.model_dir / PROCESSOR_FILE)
+        return json.dumps(settings, sort_keys=True).encode() if settings else b""

@@ -109,6 +109,12 @@ class QwenVLAdapter(Adapter):
 
         return load_language(self, QwenLanguage, dtype, device)
 
+    def check_depths(self, num_tensors: int) -> None:
+        # Building what a config says must not take hours and all memory to find out that it is of another checkpoint.
+        for table, field in ((self.text_config, "num_hidden_layers"), (self.vision_config, "depth")):
+            if table.positive(field) > num_tensors:
+                table.refuse(field, f"and the weights have {num_tensors} tensors in all")
+
     # -- what config and processor must say --------------------------------------------------------------------------
 
     def _read_vision_config(self, given: Table) -> Table:
@@ -133,9 +139,13 @@ class QwenVLAdapter(Adapter):
             processor.refuse("size", f"and {self.min_pixels} pixels at least are more than {self.max_pixels} at most")
         if processor.values.get("do_resize", True) is not True:
             processor.refuse("do_resize", "but sizes are served only as the processor resizes them")
-        for field in ("image_mean", "image_std"):
+        for field in ("do_rescale", "do_normalize", "do_convert_rgb"):
             if field in processor:
-                processor.numbers(field, COLOURS)
+                processor.flag(field)
+        if "image_mean" in processor:
+            processor.numbers("image_mean", COLOURS)
+        if "image_std" in processor and 0.0 in processor.numbers("image_std", COLOURS):
+            processor.refuse("image_std", "and pixels are divided by it")
         if "rescale_factor" in processor:
             processor.number("rescale_factor")
         vision = self.vision_config
