@@ -22,6 +22,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from tests.integration.launching import Launcher, launched, living, segments, wait_gone
+from tests.seed import rotating
 from triptych.cli import sample
 from triptych.cli.client import ChatClient, picture_part
 
@@ -106,34 +107,37 @@ MERGED = {"vision", "language"}
 RETRIABLE = {"peer_lost", "receiver_lost", "embedding_missing", "unavailable", "transfer_refused", "stale_attempt"}
 
 
+# Topology; flags; what each worker has loaded; who is killed together.
+Killing = tuple[str, tuple[str, ...], dict[str, set[str]], tuple[tuple[str, ...], ...]]
+KILLINGS: list[Killing] = [
+    (
+        "e-pd",
+        ("--encoders", "2", "--prefills", "2"),
+        {"encoder-0": {"vision"}, "encoder-1": {"vision"}, "pd-0": {"language"}, "pd-1": {"language"}},
+        (("encoder-0", "pd-1"),),
+    ),
+    (
+        "p-d",
+        ("--prefills", "2", "--decodes", "2"),
+        {"ep-0": MERGED, "ep-1": MERGED, "decode-0": {"language"}, "decode-1": {"language"}},
+        (("ep-1", "decode-0"),),
+    ),
+    (
+        "e-p-d+mono",
+        (),
+        {"encoder-0": {"vision"}, "prefill-0": {"language"}, "decode-0": {"language"}, "mono-0": MERGED},
+        (("prefill-0", "encoder-0"), ("mono-0",)),
+    ),
+]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("flags", "parts", "rounds"),
-    [
-        (
-            ("--topology", "e-pd", "--encoders", "2", "--prefills", "2"),
-            {"encoder-0": {"vision"}, "encoder-1": {"vision"}, "pd-0": {"language"}, "pd-1": {"language"}},
-            (("encoder-0", "pd-1"),),
-        ),
-        (
-            ("--topology", "p-d", "--prefills", "2", "--decodes", "2"),
-            {"ep-0": MERGED, "ep-1": MERGED, "decode-0": {"language"}, "decode-1": {"language"}},
-            (("ep-1", "decode-0"),),
-        ),
-        (
-            ("--topology", "e-p-d+mono"),
-            {"encoder-0": {"vision"}, "prefill-0": {"language"}, "decode-0": {"language"}, "mono-0": MERGED},
-            (("prefill-0", "encoder-0"), ("mono-0",)),
-        ),
-    ],
-    ids=["e-pd", "p-d", "e-p-d+mono"],
-)
-def test_workers_that_are_killed_cost_no_wrong_answer(
-    flags: tuple[str, ...], parts: dict[str, set[str]], rounds: tuple[tuple[str, ...], ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("killing", rotating(KILLINGS), ids=lambda killing: killing[0])
+def test_workers_that_are_killed_cost_no_wrong_answer(killing: Killing, tmp_path: Path) -> None:
     """Each worker has loaded what its stages need. Killed under load, answers are right or typed errors, and mostly
     right: others can do what the dead ones did. Afterwards they serve again."""
-    with launched(tmp_path, *flags) as launcher:
+    topology, flags, parts, rounds = killing
+    with launched(tmp_path, "--topology", topology, *flags) as launcher:
         ready = launcher.wait_ready(READY_SECONDS)
         counts = {name: _parameters(worker["metrics_address"]) for name, worker in ready["workers"].items()}
         assert {name: set(loaded) for name, loaded in counts.items()} == parts

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.parity.checkpoints import FAMILIES
+from tests.seed import IS_FULL
 from triptych.core.errors import MediaInvalid
 from triptych.core.plan import Grid
 from triptych.model.adapters.base import ItemLayout
 from triptych.model.registry import adapter_for
 
-FULL = os.environ.get("TRIPTYCH_VERIFY") == "full"
-SIZES = 5_000 if FULL else 100
+SIZES = 5_000 if IS_FULL else 100
 MOST_PIXELS_DRAWN = 160_000
 """Larger pictures are not drawn and processed, only counted by the processor's own function."""
 
@@ -91,7 +90,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, int]:
     return width, height
 
 
-@pytest.mark.timeout(1800 if FULL else 120)
+@pytest.mark.timeout(1800 if IS_FULL else 120)
 @settings(
     max_examples=SIZES,
     deadline=None,

@@ -22,6 +22,7 @@ OTHER_VARIABLES = frozenset(
         "TRIPTYCH_PARITY_OUT",
         "TRIPTYCH_PARITY_SHARD",
         "TRIPTYCH_TEST_SEED",
+        "TRIPTYCH_VERIFY",
     }
 )
 
