@@ -15,8 +15,8 @@ from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.client import ChannelPool, health_stub
 from triptych.rpc.errors import error_from_rpc
 
-# A ping after at most 20 s of silence, and 5 s for its answer; the rest is for a busy machine. gRPC's own patience with
-# an unanswered ping is a minute.
+# A ping after at most 20 s of silence, and 10 s for its answer; the rest is for a busy machine. gRPC's own patience
+# with an unanswered ping is a minute.
 PATIENCE_S = 45.0
 
 SERVER = """

@@ -26,7 +26,7 @@ from triptych.wire.v1 import (
 
 Metadata = tuple[tuple[str, str], ...]
 
-PING_TIMEOUT_MS: Final = 5_000
+PING_TIMEOUT_MS: Final = 10_000
 
 CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
