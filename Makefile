@@ -59,8 +59,8 @@ verify-parity: $(STAMP)  ## every parity case against transformers
 verify-expansion: $(STAMP)  ## 5,000 sizes of pictures a family: rows counted, processed and encoded
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/unit/test_model_expansion.py $(ARGS)
 
-verify-cluster: $(STAMP)  ## every topology with workers that are killed under load
-	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py $(ARGS)
+verify-cluster: $(STAMP)  ## workers killed under load in every topology, and frozen
+	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py $(ARGS)
 
 proto: $(STAMP)  ## write the gRPC stubs again
 	@PYTHON=$(BIN)/python scripts/gen_proto.sh
