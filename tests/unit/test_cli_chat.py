@@ -173,7 +173,7 @@ def test_media_types() -> None:
 
 def test_the_curl_is_one_command_for_a_shell() -> None:
     words = shlex.split(sample.curl("http://h:1", "it's"))
-    assert words[:3] == ["curl", "-s", "http://h:1/v1/chat/completions"]
+    assert words[0] == "curl" and "http://h:1/v1/chat/completions" in words
     body = json.loads(words[-1])
     assert body["model"] == "it's"
     assert len(words[-1]) < 1200

@@ -148,6 +148,16 @@ def test_what_a_file_says_about_a_process_and_the_launcher_overrides_is_named() 
     ]
 
 
+def test_whoever_starts_it_hears_of_another_port_and_of_an_open_door() -> None:
+    assert layout.notices(UpSettings(), 8000) == []
+    assert layout.notices(UpSettings(port=0), 40000) == []
+    (moved,) = layout.notices(UpSettings(), 40000)
+    assert "8000 is taken" in moved and "40000" in moved
+    for host in ("0.0.0.0", "::", "192.168.0.7"):
+        (open_door,) = layout.notices(UpSettings(host=host), 8000)
+        assert "who they are" in open_door
+
+
 def test_an_api_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.cli.settings import DEFAULT_PORT, UpSettings
+from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError
 from triptych.core.topology import WorkerKind, kinds_of
 
@@ -61,6 +62,16 @@ def api_port(settings: UpSettings) -> int:
     if settings.port is None and is_free(settings.host, DEFAULT_PORT):
         return DEFAULT_PORT
     return free_port(settings.host)
+
+
+def notices(settings: UpSettings, port: int) -> list[str]:
+    """What whoever starts the cluster should know of the API's address."""
+    said = []
+    if settings.port is None and port != DEFAULT_PORT:
+        said.append(f"port {DEFAULT_PORT} is taken; the API listens on {port} (--port chooses one)")
+    if not is_loopback(settings.host):
+        said.append("the API asks nobody who they are: let only those reach it who may use it")
+    return said
 
 
 def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_free: IsFree) -> list[ProcessSpec]:

@@ -62,6 +62,8 @@ def _assemble(
     signals: StopSignals,
 ) -> Supervisor:
     port = layout.api_port(settings)
+    for notice in layout.notices(settings, port):
+        display.say(notice)
     logs = leftovers.log_folder(folder, settings.log_dir)
     cores = len(os.sched_getaffinity(0))
     specs = layout.workers(settings, model, folder.path, cores, layout.is_free)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, cast
@@ -12,6 +11,7 @@ from typing import Any, Final, cast
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError, Unauthenticated
 from triptych.core.worker import WorkerInfo
 from triptych.rpc.convert import worker_to_proto
@@ -161,15 +161,6 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 async def _refuse(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await abort_with(context, Unauthenticated("the cluster token is missing or wrong"))
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_binding(host: str, token: str | None, insecure_network: bool) -> None:

@@ -22,9 +22,9 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
+from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError
 from triptych.obs import metrics
-from triptych.rpc.server import is_loopback
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, SESSION_KEY_BYTES, BadFrame, unpack
 from triptych.transport.frames import MAX_SOCKET_PATH_BYTES
 from triptych.transport.landings import LandingSession
