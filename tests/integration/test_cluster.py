@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import threading
@@ -24,7 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 from tests.integration.launching import Launcher, launched, living, segments, wait_gone
 from tests.seed import rotating
 from triptych.cli import sample
-from triptych.cli.client import ChatClient, picture_part
+from triptych.cli.client import ChatClient, ChatFailed, picture_part
 
 READY_SECONDS = 120.0
 ANSWER = "The circle is red."
@@ -157,6 +158,35 @@ def test_workers_that_are_killed_cost_no_wrong_answer(killing: Killing, tmp_path
         assert load.used == set(parts), "every worker has served"
         status, _ = launcher.signal_and_wait(signal.SIGINT)
     assert status == 0
+
+
+@pytest.mark.timeout(180)
+def test_a_runtime_folder_that_is_cleaned_away_comes_back(tmp_path: Path) -> None:
+    with launched(tmp_path, "--topology", "mono") as launcher:
+        ready = launcher.wait_ready(READY_SECONDS)
+        shutil.rmtree(launcher.runtime)
+        _wait_for_answer(ready["url"])
+        assert launcher.runtime.stat().st_mode & 0o777 == 0o700
+        _kill(ready["pids"]["mono-0"])
+        _wait_restarted(launcher, "mono-0", ready["pids"]["mono-0"])
+        _wait_for_answer(ready["url"])
+        status, _ = launcher.signal_and_wait(signal.SIGINT)
+    assert status == 0
+    assert not launcher.runtime.exists()
+
+
+def _wait_for_answer(url: str) -> None:
+    """For a moment nobody finds the worker."""
+    give_up_at = time.monotonic() + 60
+    while True:
+        try:
+            answer = _ask(url)
+        except ChatFailed:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.1)
+        else:
+            assert answer.text == ANSWER
+            return
 
 
 class Load:

@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,61 @@ def test_a_lock_that_cannot_be_opened_hides_its_worker_and_no_other(folder: Runt
     (folder.workers_path / "decode-9.json").write_text("{}")
     (folder.workers_path / "decode-9.lock").symlink_to(folder.workers_path / "prefill-0.lock")
     assert reader.refresh() == (WORKER,)
+
+
+@contextlib.asynccontextmanager
+async def running(registry: StaticRegistry) -> AsyncIterator[None]:
+    task = asyncio.create_task(registry.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - files tell nobody
+            await asyncio.sleep(POLL_SECONDS / 5)
+
+
+@pytest.mark.parametrize("what", ["", "workers", "workers/prefill-0.json", "workers/prefill-0.lock"])
+async def test_what_is_removed_while_the_worker_lives_comes_back(folder: RuntimeFolder, what: str) -> None:
+    """Folders for temporary files get cleaned."""
+    token = folder.token()
+    registry, reader = StaticRegistry(folder), StaticRegistry(RuntimeFolder(folder.path))
+    registry.announce(WORKER)
+    gone = folder.path / what
+    async with running(registry):
+        await until(lambda: reader.refresh() == (WORKER,))
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        await until(lambda: reader.refresh() == (WORKER,))
+        assert RuntimeFolder(folder.path).token() == token
+        with pytest.raises(StartupError, match="already runs"):
+            reader.announce(WORKER)
+        registry.withdraw()
+        assert reader.refresh() == ()
+    assert list(folder.workers_path.iterdir()) == []
+
+
+async def test_a_name_that_another_took_meanwhile_is_left_to_it(folder: RuntimeFolder) -> None:
+    registry, other = StaticRegistry(folder), StaticRegistry(RuntimeFolder(folder.path))
+    registry.announce(WORKER)
+    shutil.rmtree(folder.workers_path)
+    newer = dataclasses.replace(WORKER, epoch=7)
+    folder.restore()
+    other.announce(newer)
+    async with running(registry):
+        await asyncio.sleep(POLL_SECONDS * 2)
+        assert other.refresh() == (newer,)
+        other.withdraw()
+        await until(lambda: other.refresh() == (WORKER,))
+    registry.withdraw()
+
+
+async def test_a_router_that_announces_nothing_keeps_the_token(folder: RuntimeFolder) -> None:
+    token = folder.token()
+    async with running(StaticRegistry(folder)):
+        shutil.rmtree(folder.path)
+        await until(lambda: (folder.path / "token").exists())
+    assert RuntimeFolder(folder.path).token() == token

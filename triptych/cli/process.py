@@ -38,6 +38,7 @@ class Child:
         """In a session of its own, so that Ctrl-C reaches the launcher alone and the launcher stops in order."""
         module = f"services.{self.spec.role}"
         command = [sys.executable, "-m", "triptych.cli.child", str(os.getpid()), module, *self.spec.flags]
+        _make_private_folders(self.log_path.parent)  # it may have been cleaned away since the last start
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -98,3 +99,9 @@ def ending(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+def _make_private_folders(path: Path) -> None:
+    """Mode 0700, those above it too: `mkdir(parents=True)` would leave them open to others."""
+    for folder in reversed([path, *path.parents]):
+        folder.mkdir(mode=0o700, exist_ok=True)

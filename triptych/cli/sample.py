@@ -32,4 +32,4 @@ def curl(url: str, model_name: str) -> str:
     ]
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": content}]})
     escaped = body.replace("'", "'\\''")
-    return f"curl -s -w '\\n' {url}/v1/chat/completions -H 'content-type: application/json' -d '{escaped}'"
+    return f"curl -s {url}/v1/chat/completions -w '\\n' -H 'content-type: application/json' -d '{escaped}'"

@@ -36,6 +36,17 @@ class FileLock:
                 return None
             time.sleep(_RETRY_S)
 
+    @property
+    def is_in_place(self) -> bool:
+        """False when the file was removed or replaced: others see no lock then."""
+        return self._descriptor is not None and _is_still_at(self.path, self._descriptor)
+
+    def forget(self) -> None:
+        """Ends the lock and leaves whatever is at its path now, which is somebody else's."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
     def release(self) -> None:
         """Removes the file and ends the lock. May be called twice."""
         if self._descriptor is not None:
@@ -68,8 +79,8 @@ def _try_exclusive(descriptor: int) -> bool:
 
 
 def _is_still_at(path: Path, descriptor: int) -> bool:
-    """False when the file was removed or replaced between opening and locking: then the lock guards nothing."""
+    """False when the file was removed or replaced since it was opened: then the lock guards nothing."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -39,8 +39,21 @@ class RuntimeFolder:
         self.workers_path = self.path / "workers"
         self.sockets_path = self.path / "sockets"
         self.lock_path = self.path / "cluster.lock"
+        self._token: str | None = None
         _make_private(self.path)
         _make_private(self.workers_path)
+
+    def restore(self) -> bool:
+        """Makes again what was removed while the cluster lives (temporary folders get cleaned): the folders, and the
+        token that this process knows. True when something was missing. Raises StartupError when it cannot be made."""
+        is_whole = self.workers_path.is_dir() and (self._token is None or (self.path / "token").exists())
+        if is_whole:
+            return False
+        _make_private(self.path)
+        _make_private(self.workers_path)
+        if self._token is not None:
+            _create_once(self.path / "token", self._token)
+        return True
 
     def make_sockets_path(self) -> Path:
         """The folder for sockets, there when this returns. Raises StartupError when it cannot be trusted or made."""
@@ -59,6 +72,7 @@ class RuntimeFolder:
                 f"the cluster token {path} is damaged; stop the cluster and remove that file, "
                 "or choose another place with --runtime-dir"
             )
+        self._token = text
         return text
 
 

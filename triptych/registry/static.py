@@ -93,8 +93,9 @@ class StaticRegistry:
         return self.workers()
 
     async def run(self) -> None:
-        """Keeps the view fresh until cancelled."""
+        """Keeps the view fresh until cancelled, and what this process announced in its place."""
         while True:
+            self._restore()
             self.refresh()
             await asyncio.sleep(POLL_SECONDS)
 
@@ -102,6 +103,24 @@ class StaticRegistry:
         """Removes the files of workers that no longer live; returns their ids."""
         stems = {path.stem for pattern in ("*.json", "*.lock") for path in self._folder.workers_path.glob(pattern)}
         return [worker_id for worker_id in sorted(stems) if self._remove_if_dead(worker_id)]
+
+    def _restore(self) -> None:
+        """A folder for temporary files may be cleaned while the cluster lives. Never raises."""
+        name = self._folder.path.name
+        try:
+            if self._folder.restore():
+                _log.warning("the runtime folder was removed while the cluster runs, and is made again")
+            for worker, lock in list(self._mine.values()):
+                if not lock.is_in_place:
+                    self._mine[worker.worker_id] = (worker, self._lock(worker.worker_id))
+                    lock.forget()
+                    self.announce(worker)
+                elif not self._record_path(worker.worker_id).exists():
+                    self.announce(worker)
+        except (OSError, StartupError) as error:
+            self._note_unreadable(name, error)
+        else:
+            self._unreadable.discard(name)
 
     def _remove_if_dead(self, worker_id: str) -> bool:
         lock_path = self._record_path(worker_id).with_suffix(".lock")
@@ -153,8 +172,8 @@ class StaticRegistry:
         """Once for each time that it becomes so: the folder is read several times a second."""
         if name not in self._unreadable:
             self._unreadable.add(name)
-            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it is no record"
-            _log.warning("a worker's record cannot be read", extra={"record": name, "reason": reason})
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it is not what it should be"
+            _log.warning("part of the registry cannot be read or written", extra={"record": name, "reason": reason})
 
 
 def find_dead_workers(workers_path: Path) -> list[str]:
