@@ -13,11 +13,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from services.router.pipeline import Pipeline
+from services.router.queue import AdmissionQueue
+from triptych.core.clock import SystemClock
 from triptych.core.errors import TriptychError
 from triptych.core.ids import new_epoch
 from triptych.core.plan import FinishReason
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc import convert
+from triptych.rpc.client import ChannelPool
 from triptych.rpc.errors import abort_with
 from triptych.rpc.server import RpcServer
 from triptych.wire.v1 import common_pb2 as common
@@ -295,3 +299,16 @@ def once(first: Callable[[Call], AsyncIterator[Any]], then: Callable[[Call], Asy
 
 async def for_ever() -> None:
     await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def running(
+    *workers: tuple[str, Sequence[Role]], script: Script | None = None, max_queue: int = 8
+) -> AsyncIterator[tuple[FakeCluster, Pipeline]]:
+    """A router's pipeline over fake workers."""
+    async with fake_cluster(*workers, script=script) as cluster:
+        channels = ChannelPool(TOKEN)
+        try:
+            yield cluster, Pipeline(cluster, channels, AdmissionQueue(max_queue), SystemClock())
+        finally:
+            await channels.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,10 +13,9 @@ from tokenizers import Tokenizer
 from services.router.answer_text import AnswerText
 from services.router.choices import Choices, Question, running_choices
 from services.router.pipeline import Pipeline
-from services.router.queue import AdmissionQueue
 from services.router.stopwatch import Stopwatch
 from tests.integration import fake_workers as fake
-from tests.integration.fake_workers import Call, FakeCluster, Script, fake_cluster
+from tests.integration.fake_workers import Call, FakeCluster, Script, running
 from tests.unit.demo_dir import demo_model_dir
 from triptych.core.clock import SystemClock
 from triptych.core.errors import MediaInvalid, NoRoom, PeerLost, TriptychError
@@ -24,25 +23,12 @@ from triptych.core.plan import Plan, Sampling
 from triptych.core.timeline import Timeline
 from triptych.core.worker import Role
 from triptych.obs import metrics
-from triptych.rpc.client import ChannelPool
 from triptych.text.detokenizer import IncrementalDetokenizer
 
 E, P, D = [Role.ENCODER], [Role.PREFILL], [Role.DECODE]
 TOKENIZER = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
 MAX_TOKENS = 5
 PROMPT = (1, 2, 3)
-
-
-@asynccontextmanager
-async def running(
-    *workers: tuple[str, Sequence[Role]], script: Script | None = None, max_queue: int = 8
-) -> AsyncIterator[tuple[FakeCluster, Pipeline]]:
-    async with fake_cluster(*workers, script=script) as cluster:
-        channels = ChannelPool(fake.TOKEN)
-        try:
-            yield cluster, Pipeline(cluster, channels, AdmissionQueue(max_queue), SystemClock())
-        finally:
-            await channels.close()
 
 
 def question(n: int, timeout_s: float = 10.0) -> Question:

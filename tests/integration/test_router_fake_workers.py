@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from services.router.pipeline import Answer, Batch, Pipeline
 from services.router.queue import AdmissionQueue
 from tests.integration import fake_workers as fake
-from tests.integration.fake_workers import Call, FakeCluster, Script, fake_cluster, once
+from tests.integration.fake_workers import Call, Script, fake_cluster, once, running
 from triptych.core.clock import SystemClock
 from triptych.core.errors import (
     Aborted,
@@ -49,18 +48,6 @@ def item(number: int, media: bytes) -> Item:
 def plan_of(media: Sequence[bytes] = (), max_tokens: int = 5, timeout_s: float = 10.0) -> Plan:
     items = tuple(item(number, one) for number, one in enumerate(media))
     return Plan(tuple([7] * len(media) + [1, 2, 3]), items, Sampling(max_tokens, seed=1), timeout_s)
-
-
-@asynccontextmanager
-async def running(
-    *workers: tuple[str, Sequence[Role]], script: Script | None = None, max_queue: int = 8
-) -> AsyncIterator[tuple[FakeCluster, Pipeline]]:
-    async with fake_cluster(*workers, script=script) as cluster:
-        channels = ChannelPool(fake.TOKEN)
-        try:
-            yield cluster, Pipeline(cluster, channels, AdmissionQueue(max_queue), SystemClock())
-        finally:
-            await channels.close()
 
 
 async def collect(answer: Answer) -> tuple[list[int], FinishReason]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,9 @@ def tiny_model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 def tiny_model_dir(tiny_model_dirs: dict[str, Path]) -> Path:
     """The one of Qwen2.5-VL."""
     return tiny_model_dirs["qwen2.5-vl"]
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "spoiled"))

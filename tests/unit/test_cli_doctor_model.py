@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from services.encoder.settings import EncoderSettings
 from services.prefill.settings import PrefillSettings
 from tests.unit.demo_dir import demo_model_dir
 from tests.unit.fake_machine import GIB, machine_at
+from tests.unit.spoiling import change_json, change_tensors
 from triptych.cli import layout
 from triptych.cli.checks import checkpoint, fit
 from triptych.cli.checks.checkpoint import Parts
@@ -37,25 +38,6 @@ from triptych.stages.settings import LanguageSettings
 
 MIB = 2**20
 CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
-    return Path(shutil.copytree(tiny_model_dir, tmp_path / "spoiled"))
-
-
-def change_tensors(model_dir: Path, change: Callable[[Tensors], Tensors]) -> None:
-    path = model_dir / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file(change(tensors), path, {"format": "pt"})
-
-
-def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
 
 
 def shard(model_dir: Path) -> dict[str, str]:

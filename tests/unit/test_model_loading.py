@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.parity.checkpoints import FAMILIES
+from tests.unit.spoiling import Tensors, change_json, change_tensors
 from triptych.core.errors import StartupError
 from triptych.core.plan import Grid
 from triptych.model.adapters.base import Adapter
@@ -24,25 +24,6 @@ from triptych.model.loader import count_parameters
 from triptych.model.registry import adapter_for, supported_architectures
 
 CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
-    return Path(shutil.copytree(tiny_model_dir, tmp_path / "spoiled"))
-
-
-def change_tensors(model_dir: Path, change: Callable[[Tensors], Tensors]) -> None:
-    path = model_dir / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file(change(tensors), path, {"format": "pt"})
-
-
-def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
 
 
 def load_both(model_dir: Path) -> tuple[Any, Any]:
