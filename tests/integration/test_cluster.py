@@ -165,6 +165,10 @@ def test_a_runtime_folder_that_is_cleaned_away_comes_back(tmp_path: Path) -> Non
     with launched(tmp_path, "--topology", "mono") as launcher:
         ready = launcher.wait_ready(READY_SECONDS)
         shutil.rmtree(launcher.runtime)
+        give_up_at = time.monotonic() + 60
+        while not (launcher.runtime / "workers" / "mono-0.json").exists():
+            assert time.monotonic() < give_up_at, "the worker did not announce itself again"
+            time.sleep(0.05)
         _wait_for_answer(ready["url"])
         assert launcher.runtime.stat().st_mode & 0o777 == 0o700
         _kill(ready["pids"]["mono-0"])
