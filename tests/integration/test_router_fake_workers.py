@@ -347,9 +347,11 @@ async def test_a_worker_that_could_not_reach_its_receiver_is_not_blamed_for_it(
         assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
         receiver = Role.DECODE if stage == "prefill" else Role.PREFILL
         tried = [call.worker.worker_id for call in cluster.hub.calls_to(receiver)]
-    assert len(tried) == len(set(tried)) == 2
+        receivers = {info.worker_id for info in cluster.infos if receiver in info.roles}
     (line,) = [record for record in caplog.records if record.name == "services.router.pipeline"]
-    assert line.__dict__["failed_workers"] == tried[0]
+    # The first try may fail before its call has reached the receiver: then only the second one is on record.
+    lost = line.__dict__["failed_workers"]
+    assert receivers == {lost, tried[-1]} and tried.count(tried[-1]) == 1 and set(tried) <= receivers
 
 
 async def test_text_needs_no_encoder() -> None:
