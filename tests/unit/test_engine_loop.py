@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,13 +122,15 @@ class House:
         max_sequences: int = 16,
         max_waiting: int = 16,
         clock: Clock | None = None,
+        row_bytes: int = ROW_BYTES,
+        runner: FakeRunner | None = None,
     ) -> None:
-        self.runner = FakeRunner(PAGE)
+        self.runner = runner or FakeRunner(PAGE)
         self.manager = CacheManager(num_pages, PAGE)
         self.book = SlotAllocator(arena_bytes)
         self.landing = LandingTable(self.book)
         budget = StepBudget(max_tokens, max_chunk, min_partial)
-        limits = EngineLimits(budget, max_sequences, max_waiting, ROW_BYTES)
+        limits = EngineLimits(budget, max_sequences, max_waiting, row_bytes)
         clock = clock or SystemClock()
         self.engine = LanguageEngine(self.runner, self.manager, self.landing, limits, clock, "prefill")
         self.serial = 0
@@ -519,8 +520,7 @@ def test_what_no_empty_worker_could_hold_fails_at_once(
 
 def test_pictures_that_only_their_alignment_keeps_out_of_an_empty_arena_fail_at_once() -> None:
     """Slots begin at multiples of 64 bytes: three of 96 take 128 each, and 288 bytes are not enough."""
-    house = House(arena_bytes=288)
-    house.engine.limits = dataclasses.replace(house.engine.limits, row_bytes=96)
+    house = House(arena_bytes=288, row_bytes=96)
     large = house.submit([(1, 1), (2, 1), (3, 1)])
     small = house.submit([(1, 1), (2, 1)])
     house.turn()

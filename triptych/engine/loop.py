@@ -8,29 +8,33 @@ written by others) and both in one.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
 from triptych.core.clock import Clock
-from triptych.core.errors import Aborted, NoRoom, RequestTooLarge, StaleAttempt, TriptychError
+from triptych.core.errors import Aborted, NoRoom, StaleAttempt, TriptychError
 from triptych.core.ids import AttemptRef
-from triptych.core.lifecycle import Phase, advance
+from triptych.core.lifecycle import TERMINAL, Phase, advance
 from triptych.core.plan import EmbeddingSource, FinishReason, Token
 from triptych.engine.gauges import publish
+from triptych.engine.handoff import push_pages
+from triptych.engine.inbox import Inbox
 from triptych.engine.landing import LandingTable
+from triptych.engine.residency import Residency
 from triptych.engine.sequence import Handoff, PendingItem, Sequence
-from triptych.engine.slices import build_slice
+from triptych.engine.step import Piece, Step, build_pieces
 from triptych.kv.manager import CacheManager
-from triptych.model.runner import LanguageRunner, RunSlice, check_coverage
+from triptych.model.runner import LanguageRunner, RunOutput
 from triptych.obs import metrics
 from triptych.sched.admission import AdmissionQueue, Ticket
-from triptych.sched.language import SequenceView, Slice, StepBudget, plan_step
+from triptych.sched.language import SequenceView, StepBudget, plan_step
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +86,13 @@ class LanguageEngine:
         self._clock = clock
         self._stage = stage
         self._observer = observer
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._waiting: AdmissionQueue[Sequence] = AdmissionQueue()
         self._living: dict[AttemptRef, Sequence] = {}
         self._running: list[Sequence] = []
+        self._residency = Residency(manager, landing, limits.row_bytes)
+        self._under_way: Step | None = None
         self._stopping = False
-        self._gate = threading.Lock()
-        self._has_ended = False
         self._num_failed_turns = 0
         self._beat_ns = clock.monotonic_ns()
         self._thread = threading.Thread(target=self._loop, name=f"{stage}-engine", daemon=True)
@@ -105,26 +109,11 @@ class LanguageEngine:
 
     def post(self, action: Callable[[], None]) -> bool:
         """Runs `action` on the engine's thread, between steps; False when the engine has stopped."""
-        with self._gate:
-            if not self._has_ended:
-                self._inbox.put(action)
-            return not self._has_ended
+        return self._inbox.post(action)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Like `post`, with its result or error; Aborted when the engine has stopped."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
-
-        if not self.post(run):
-            future.set_exception(Aborted("the worker is shutting down"))
-        return future
+        return self._inbox.call(action)
 
     @property
     def num_parameters(self) -> int:
@@ -144,7 +133,7 @@ class LanguageEngine:
         try:
             if sequence.ref in self._living:
                 raise StaleAttempt("this attempt is already under way")
-            self._check_fits(sequence)
+            self._residency.check_fits(sequence)
             if len(self._waiting) >= self.limits.max_waiting:
                 raise NoRoom("the prefill worker's queue is full right now")
         except TriptychError as error:
@@ -158,7 +147,8 @@ class LanguageEngine:
         """A sequence whose prompt KV was written by another worker: goes on after its first token."""
         sequence.phase = advance(advance(Phase.GRANTED, Phase.BOUND), Phase.DECODING)
         sequence.is_adopted, sequence.ran_ns = True, self._clock.monotonic_ns()
-        sequence.num_computed, sequence.num_sampled = sequence.num_prompt, token.index + 1
+        sequence.num_computed = sequence.num_launched = sequence.num_prompt
+        sequence.num_sampled = token.index + 1
         sequence.ids.append(token.id)
         self._living[sequence.ref] = sequence
         self._running.append(sequence)
@@ -199,6 +189,14 @@ class LanguageEngine:
         self._drop(sequence, Phase.ABORTED)
         sequence.sink.failed(error)
 
+    def after_step(self, action: Callable[[], None]) -> None:
+        """Runs `action` once no step is under way that was launched before: what a sequence had may still be written
+        until then."""
+        if self._under_way is None:
+            action()
+        else:
+            self._under_way.afterwards.append(action)
+
     def find(self, ref: AttemptRef) -> Sequence | None:
         return self._living.get(ref)
 
@@ -222,112 +220,92 @@ class LanguageEngine:
         self._end()
 
     def _end(self) -> None:
-        """Nothing is taken in any more; what was posted until now still runs, so that nobody waits for ever."""
-        with self._gate:
-            self._has_ended = True
-        while not self._inbox.empty():
-            try:
-                self._inbox.get_nowait()()
-            except Exception:
-                log.exception("an action failed while the engine was stopping")
+        """Lets the step under way end (nobody wants what comes of it), and then what was posted run."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            with suppress(Exception):
+                step.flight.wait()
+            step.end()
+        self._inbox.close()
         self._stop()
 
     def _turn(self) -> None:
         self._admit()
-        now_ns = self._clock.monotonic_ns()
-        slices = plan_step([_view(sequence, now_ns) for sequence in self._running], self.limits.budget)
-        if slices:
-            self._step(slices)
+        before = self._under_way
+        launched = self._launch(self._plan(), before)
+        if self._runner.lookahead == 0:
+            before, launched = launched, None
+        self._under_way = launched
+        if before is not None:
+            self._land(before)
         publish(self._stage, self.manager, self.landing, self._running, len(self._waiting))
-        self._drain(wait=not slices)
-
-    def _drain(self, wait: bool) -> None:
-        try:
-            action = self._inbox.get(timeout=IDLE_WAIT_S) if wait else self._inbox.get_nowait()
-            while True:
-                action()
-                action = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+        is_idle = before is None and launched is None
+        self._inbox.run_waiting(timeout_s=IDLE_WAIT_S if is_idle else 0)
 
     def _admit(self) -> None:
         room = self.limits.max_sequences - len(self._running)
-        for sequence in self._waiting.admit(self._reserve, room, self._clock.monotonic_ns()):
+        for sequence in self._waiting.admit(self._residency.reserve, room, self._clock.monotonic_ns()):
             sequence.phase = advance(advance(sequence.phase, Phase.ADMITTED), Phase.RUNNING)
             sequence.timeline.add("queue", sequence.queued_ns)
             self._running.append(sequence)
             assert sequence.pages is not None
             sequence.sink.admitted(sequence.pages.cached_tokens)
 
-    def _reserve(self, sequence: Sequence) -> bool:
-        """All uncached pages and the landing room of all missing items, or nothing.
+    def _plan(self) -> list[tuple[Sequence, int]]:
+        """Which sequences run next, and how many tokens of each."""
+        now_ns = self._clock.monotonic_ns()
+        ready = [sequence for sequence in self._running if not sequence.is_awaiting_sample or sequence.can_run_ahead]
+        planned = plan_step([_view(sequence, now_ns) for sequence in ready], self.limits.budget)
+        return [(ready[piece.index], piece.count) for piece in planned]
 
-        Landing room comes first: it is given back without loss, while room for pages may cost cached ones.
-        """
-        salt, items = sequence.plan.cache_salt, [PendingItem(item) for item in sequence.plan.items]
-        cached_tokens = self.manager.match_tokens(salt, sequence.ids)
-        missing = {i: self._item_bytes(p) for i, p in enumerate(items) if p.item.end > cached_tokens}
-        if not self.landing.try_reserve(sequence.ref, missing):
-            return False
-        pages = self.manager.reserve(salt, sequence.ids, self._tokens_to_hold(sequence))
-        if pages is None:
-            self.landing.abandon(sequence.ref)
-            return False
-        assert pages.cached_tokens == cached_tokens, "nothing came between"
-        for pending in items:
-            if pending.item.end <= pages.cached_tokens:
-                pending.source = EmbeddingSource.RADIX
-                metrics.EMBEDDING_SOURCE.labels(EmbeddingSource.RADIX.value).inc()
-        sequence.pages, sequence.items = pages, items
-        sequence.num_computed = pages.cached_tokens
-        metrics.PREFILL_TOKENS.labels("cached").inc(pages.cached_tokens)
-        metrics.RADIX_LOOKUP_TOKENS.labels("hit").inc(pages.cached_tokens)
-        metrics.RADIX_LOOKUP_TOKENS.labels("miss").inc(sequence.num_prompt - pages.cached_tokens)
-        return True
-
-    def _step(self, planned: list[Slice]) -> None:
+    def _launch(self, planned: list[tuple[Sequence, int]], before: Step | None) -> Step | None:
         start_ns = self._clock.monotonic_ns()
-        batch = self._slices(planned)
-        if not batch:
-            return
+        pieces = build_pieces(planned, before, lambda sequence, error: self.abort(sequence.ref, error))
+        if not pieces:
+            return None
         try:
-            output = self._runner.run([piece for _, piece in batch])
-        except TriptychError as error:
-            for sequence, _ in batch:
-                self.abort(sequence.ref, error)
-            return
+            flight = self._runner.launch([piece.run for piece in pieces])
         except Exception as error:
-            log.exception("an engine step failed")
-            for sequence, _ in batch:
-                self.abort(sequence.ref, TriptychError(INTERNAL_ERROR))
-            raise StepFailed from error
-        row = 0
-        for (sequence, piece), token_id in zip(batch, output.token_ids, strict=True):
-            token: Token | None = None
-            if token_id is not None and output.logits is not None:
-                if self._observer is not None:
-                    self._observer(sequence.ref, sequence.num_sampled, output.logits[row])
-                token = Token(sequence.num_sampled, token_id, output.logprobs[row])
-                row += 1
-            self._apply(sequence, len(piece.ids), token, start_ns)
-        metrics.STEP_SECONDS.labels(self._stage).observe((self._clock.monotonic_ns() - start_ns) / 1e9)
-        metrics.STEP_TOKENS.labels(self._stage).observe(sum(len(piece.ids) for _, piece in batch))
+            self._fail(pieces, error)
+            return None
+        for piece in pieces:
+            piece.sequence.num_launched += piece.count
+        return Step(pieces, flight, start_ns)
 
-    def _slices(self, planned: list[Slice]) -> list[tuple[Sequence, RunSlice]]:
-        """What runs. A sequence whose embeddings do not fit its prompt fails here, alone."""
-        batch: list[tuple[Sequence, RunSlice]] = []
-        for sequence, count in [(self._running[piece.index], piece.count) for piece in planned]:
-            piece = build_slice(sequence, count)
-            try:
-                check_coverage(piece)
-            except TriptychError as error:
-                self.abort(sequence.ref, error)
-            else:
-                batch.append((sequence, piece))
-        return batch
+    def _land(self, step: Step) -> None:
+        """Waits for a step and applies it. What ended while the step was under way gets nothing of it."""
+        try:
+            output = step.flight.wait()
+        except Exception as error:
+            step.end()
+            self._fail(step.pieces, error)
+            return
+        step.end()
+        for piece, token_id, row in step.samples(output):
+            if piece.sequence.phase not in TERMINAL:
+                token = None if row is None else self._token(piece.sequence, output, row, token_id)
+                self._apply(piece.sequence, piece.count, token, step.start_ns)
+        metrics.STEP_SECONDS.labels(self._stage).observe((self._clock.monotonic_ns() - step.start_ns) / 1e9)
+        metrics.STEP_TOKENS.labels(self._stage).observe(sum(piece.count for piece in step.pieces))
+
+    def _token(self, sequence: Sequence, output: RunOutput, row: int, token_id: int) -> Token:
+        assert output.logits is not None
+        if self._observer is not None:
+            self._observer(sequence.ref, sequence.num_sampled, output.logits[row])
+        return Token(sequence.num_sampled, token_id, output.logprobs[row])
+
+    def _fail(self, pieces: list[Piece], error: Exception) -> None:
+        """Ends the sequences of a step that failed; raises StepFailed when it met a bug."""
+        if isinstance(error, TriptychError):
+            for piece in pieces:
+                self.abort(piece.sequence.ref, error)
+            return
+        log.error("an engine step failed", exc_info=error)
+        for piece in pieces:
+            self.abort(piece.sequence.ref, TriptychError(INTERNAL_ERROR))
+        raise StepFailed from error
 
     def _apply(self, sequence: Sequence, count: int, token: Token | None, start_ns: int) -> None:
-        assert sequence.pages is not None
         was_decoding = sequence.phase is Phase.DECODING
         sequence.num_computed, sequence.ran_ns = sequence.num_computed + count, start_ns
         if was_decoding:
@@ -337,8 +315,7 @@ class LanguageEngine:
         else:
             metrics.PREFILL_TOKENS.labels("computed").inc(count)
             sequence.timeline.add("chunk", start_ns, num_tokens=count)
-            self.manager.share(sequence.pages, sequence.ids, sequence.num_computed)
-            self._free_consumed(sequence)
+            self._residency.written(sequence)
             self._push(sequence)
         if token is not None:
             sequence.take(token)
@@ -359,29 +336,13 @@ class LanguageEngine:
             sequence.sink.decoding()
 
     def _push(self, sequence: Sequence) -> None:
-        """Copies pages that filled up, and at the prompt's end the partial one, to the decode worker's pool."""
-        if sequence.handoff is None or sequence.pages is None:
-            return
-        is_whole = sequence.num_computed >= sequence.num_prompt
-        page_tokens = self.manager.page_tokens
-        end = self.manager.pages_for(sequence.num_computed) if is_whole else sequence.num_computed // page_tokens
-        if end <= sequence.num_pushed_pages:
-            return
-        start_ns = self._clock.monotonic_ns()
-        first = sequence.num_pushed_pages
-        moved = sequence.handoff.copy(sequence.pages.pages[first:end], first)
-        sequence.num_pushed_pages, sequence.num_pushed_bytes = end, sequence.num_pushed_bytes + moved
-        sequence.timeline.add("kv_write", start_ns, num_bytes=moved)
-
-    def _free_consumed(self, sequence: Sequence) -> None:
-        for item_index, pending in enumerate(sequence.items):
-            if pending.rows is not None and pending.item.end <= sequence.num_computed:
-                pending.rows = None
-                self.landing.consumed(sequence.ref, item_index)
+        """Copies what is new to the decode worker's pool."""
+        start_ns, moved = self._clock.monotonic_ns(), push_pages(sequence, self.manager)
+        if moved:
+            sequence.timeline.add("kv_write", start_ns, num_bytes=moved)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.pages is not None and not sequence.is_adopted:
-            self.manager.share(sequence.pages, sequence.ids, sequence.num_computed)
+        self._residency.answered(sequence)
         self._drop(sequence, Phase.DONE)
         sequence.sink.finished(reason)
 
@@ -390,27 +351,11 @@ class LanguageEngine:
         del self._living[sequence.ref]
         if not self._waiting.remove(sequence):
             self._running = [other for other in self._running if other is not sequence]
-        self.landing.abandon(sequence.ref)
-        if sequence.pages is not None:
-            self.manager.release(sequence.pages)
-
-    def _tokens_to_hold(self, sequence: Sequence) -> int:
-        """The prompt, and the answer's room when it is decoded here (the last token's KV is never needed)."""
-        if sequence.needs_handoff:
-            return sequence.num_prompt
-        return sequence.num_prompt + sequence.plan.sampling.max_tokens - 1
-
-    def _item_bytes(self, pending: PendingItem) -> int:
-        return pending.item.num_tokens * self.limits.row_bytes
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        if self.manager.pages_for(self._tokens_to_hold(sequence)) > self.manager.num_usable:
-            raise RequestTooLarge(
-                f"the request needs KV room for {self._tokens_to_hold(sequence)} tokens; a worker holds "
-                f"{self.manager.num_usable * self.manager.page_tokens}. Shorten the prompt or lower max_tokens"
-            )
-        if not self.landing.can_ever_hold([item.num_tokens * self.limits.row_bytes for item in sequence.plan.items]):
-            raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
+        release = partial(self._residency.release, sequence)
+        if self._under_way is not None and self._under_way.names(sequence):
+            self._under_way.afterwards.append(release)
+        else:
+            release()
 
     def _stop(self) -> None:
         for sequence in list(self._living.values()):
@@ -419,11 +364,11 @@ class LanguageEngine:
 
 
 def _view(sequence: Sequence, now_ns: int) -> SequenceView:
-    is_decoding = sequence.phase is Phase.DECODING
-    num_ready = sequence.num_computed if sequence.phase is Phase.HANDING_OFF else sequence.num_ready
+    is_decoding = sequence.phase is Phase.DECODING or sequence.is_awaiting_sample
+    num_ready = sequence.num_launched if sequence.phase is Phase.HANDING_OFF else sequence.num_ready
     waited_s = (now_ns - (sequence.ran_ns if is_decoding else sequence.queued_ns)) / 1e9
     return SequenceView(
-        sequence.num_computed, num_ready, sequence.num_prompt, is_decoding, waited_s, sequence.plan.priority
+        sequence.num_launched, num_ready, sequence.num_prompt, is_decoding, waited_s, sequence.plan.priority
     )
 
 

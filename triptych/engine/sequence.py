@@ -66,6 +66,7 @@ class Sequence:
         needs_handoff: its KV goes to another worker after the first token.
         handoff: where to, once the pages are bound. Nothing runs before.
         num_computed: tokens whose KV is written here; `num_pushed_pages` of them are written there.
+        num_launched: those, and the tokens of the steps under way.
         num_sampled: tokens of the answer so far, wherever they were sampled.
         queued_ns, ran_ns: when it was submitted, and when the last step that it was in began.
         prompt_vocabulary: the ids that the prompt holds, once each, without sentinels; made when penalties first ask.
@@ -87,6 +88,7 @@ class Sequence:
     handoff: Handoff | None = None
     num_prompt: int = 0
     num_computed: int = 0
+    num_launched: int = 0
     num_sampled: int = 0
     num_pushed_pages: int = 0
     num_pushed_bytes: int = 0
@@ -99,28 +101,42 @@ class Sequence:
         """Prompt tokens computable now: up to the first embedding that is missing, none before the pages are bound or
         while the way to them is congested."""
         if self.phase is Phase.DECODING or (self.needs_handoff and (self.handoff is None or self.handoff.is_congested)):
-            return self.num_computed
+            return self.num_launched
         for pending in self.items:
-            if pending.rows is None and pending.item.end > self.num_computed:
-                return max(pending.item.offset, self.num_computed)
+            if pending.rows is None and pending.item.end > self.num_launched:
+                return max(pending.item.offset, self.num_launched)
         return self.num_prompt
 
+    @property
+    def is_awaiting_sample(self) -> bool:
+        """The step under way chooses the token that comes next."""
+        return self.num_launched >= len(self.ids)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the token after the one that is awaited can be computed before that is known: not when penalties
+        look at it, when it ends the answer for certain, or when another worker goes on."""
+        is_last = self.num_sampled + 1 >= self.plan.sampling.max_tokens
+        return not (is_last or self.needs_handoff or self.plan.sampling.has_penalties)
+
     def slice_ids(self, count: int) -> IdArray:
-        """The next `count` ids to run, int64."""
-        return np.array(self.ids[self.num_computed : self.num_computed + count], dtype=np.int64)
+        """The next `count` ids to launch, int64; 0 where a sample is awaited."""
+        if self.is_awaiting_sample:
+            return np.zeros(count, dtype=np.int64)
+        return np.array(self.ids[self.num_launched : self.num_launched + count], dtype=np.int64)
 
     def slice_positions(self, count: int) -> PositionArray:
         """Their positions, int64 (axes, count)."""
-        if self.num_computed < self.num_prompt:
-            return self.positions[:, self.num_computed : self.num_computed + count]
-        position = self.num_computed + self.position_delta
+        if self.num_launched < self.num_prompt:
+            return self.positions[:, self.num_launched : self.num_launched + count]
+        position = self.num_launched + self.position_delta
         return np.full((self.positions.shape[0], count), position, dtype=np.int64)
 
     def sample_row(self) -> SampleRow:
         """How the next token is sampled, wherever the ones before it were."""
         history = self._history() if self.plan.sampling.has_penalties else None
-        position = self.num_prompt + self.num_sampled
-        return SampleRow(self.plan.sampling, self.ref.choice, position, self.num_sampled, history)
+        index = self.num_sampled + self.is_awaiting_sample
+        return SampleRow(self.plan.sampling, self.ref.choice, self.num_prompt + index, index, history)
 
     def _history(self) -> TokenHistory:
         if self.prompt_vocabulary is None:

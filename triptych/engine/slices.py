@@ -6,11 +6,13 @@ from triptych.engine.sequence import Sequence
 from triptych.model.runner import EmbeddingSpan, RunSlice
 
 
-def build_slice(sequence: Sequence, count: int) -> RunSlice:
-    """The next `count` tokens. The last prompt token and every later one want a sample."""
+def build_slice(sequence: Sequence, count: int, place_before: int | None = None) -> RunSlice:
+    """The next `count` tokens. The last prompt token and every later one want a sample. `place_before`: the sequence's
+    place in the step under way, None when it has none."""
     assert sequence.pages is not None
-    start = sequence.num_computed
+    start = sequence.num_launched
     wants_sample = start + count >= sequence.num_prompt
+    follows = place_before if sequence.is_awaiting_sample else None
     return RunSlice(
         ids=sequence.slice_ids(count),
         positions=sequence.slice_positions(count),
@@ -18,6 +20,7 @@ def build_slice(sequence: Sequence, count: int) -> RunSlice:
         start=start,
         embeddings=embedding_spans(sequence, start, start + count),
         sample=sequence.sample_row() if wants_sample else None,
+        follows=follows,
     )
 
 

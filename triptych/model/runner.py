@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class RunSlice:
         start: index of its first token in the sequence.
         embeddings: must cover exactly the sentinels.
         sample: set when the last row's logits are wanted.
+        follows: set when the only id is not known yet: it is what the slice at this index of the launch before
+            samples.
     """
 
     ids: IdArray
@@ -46,6 +49,7 @@ class RunSlice:
     start: int
     embeddings: tuple[EmbeddingSpan, ...] = ()
     sample: SampleRow | None = None
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,44 @@ class RunOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
+class Flight(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> RunOutput:
+        """Blocks until its samples are on the host. Called once, in the order of the launches. Raises what the step
+        raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The flight of a runner that computes at once."""
+
+    output: RunOutput
+
+    def wait(self) -> RunOutput:
+        return self.output
+
+
 class LanguageRunner:
-    """Owns the pool tensor's use on this device; called by the engine's thread only."""
+    """Owns the pool tensor's use on this device; called by the engine's thread only.
+
+    Attributes:
+        lookahead: how many steps may be launched before the first of them is waited for, less one. 0 on the CPU, which
+            computes in `launch`; a runner with a device of its own has 1, and resolves `RunSlice.follows` there.
+    """
+
+    lookahead = 0
 
     def __init__(self, part: LanguagePart, pool: torch.Tensor, page_tokens: int, lookup_id: int) -> None:
         self.part = part
         self.pool = pool
         self.page_tokens = page_tokens
         self._lookup_id = lookup_id
+
+    def launch(self, slices: Sequence[RunSlice]) -> Flight:
+        """Starts one forward pass over what the launches before it wrote. Raises as `run` does, here or in `wait`."""
+        return Landed(self.run(slices))
 
     @torch.inference_mode()
     def run(self, slices: Sequence[RunSlice]) -> RunOutput:

@@ -258,7 +258,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
 
         def close() -> None:
             engine.abort(ref, Aborted("the call ended"))
-            grants.release(answer.grant.grant_id)
+            engine.after_step(partial(grants.release, answer.grant.grant_id))
 
         await on_engine(engine.call(close))
 

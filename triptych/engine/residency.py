@@ -1,0 +1,91 @@
+"""What a sequence holds on its worker: KV pages and landing slots, taken all at once and given back once.
+
+Owned by the step loop and used on its thread only.
+"""
+
+from __future__ import annotations
+
+from triptych.core.errors import RequestTooLarge
+from triptych.core.plan import EmbeddingSource, Item
+from triptych.engine.landing import LandingTable
+from triptych.engine.sequence import PendingItem, Sequence
+from triptych.kv.manager import CacheManager
+from triptych.obs import metrics
+
+
+class Residency:
+    """Takes and frees what sequences need. `row_bytes` is one embedding row, all its levels."""
+
+    def __init__(self, manager: CacheManager, landing: LandingTable, row_bytes: int) -> None:
+        self._manager = manager
+        self._landing = landing
+        self._row_bytes = row_bytes
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room."""
+        num_tokens, manager = self._tokens_to_hold(sequence), self._manager
+        if manager.pages_for(num_tokens) > manager.num_usable:
+            raise RequestTooLarge(
+                f"the request needs KV room for {num_tokens} tokens; a worker holds "
+                f"{manager.num_usable * manager.page_tokens}. Shorten the prompt or lower max_tokens"
+            )
+        if not self._landing.can_ever_hold([self._slot_bytes(item) for item in sequence.plan.items]):
+            raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """All uncached pages and the landing room of all missing items, or nothing.
+
+        Landing room comes first: it is given back without loss, while room for pages may cost cached ones.
+        """
+        salt, items = sequence.plan.cache_salt, [PendingItem(item) for item in sequence.plan.items]
+        cached_tokens = self._manager.match_tokens(salt, sequence.ids)
+        missing = {i: self._slot_bytes(p.item) for i, p in enumerate(items) if p.item.end > cached_tokens}
+        if not self._landing.try_reserve(sequence.ref, missing):
+            return False
+        pages = self._manager.reserve(salt, sequence.ids, self._tokens_to_hold(sequence))
+        if pages is None:
+            self._landing.abandon(sequence.ref)
+            return False
+        assert pages.cached_tokens == cached_tokens, "nothing came between"
+        for pending in items:
+            if pending.item.end <= pages.cached_tokens:
+                pending.source = EmbeddingSource.RADIX
+                metrics.EMBEDDING_SOURCE.labels(EmbeddingSource.RADIX.value).inc()
+        sequence.pages, sequence.items = pages, items
+        sequence.num_computed = sequence.num_launched = pages.cached_tokens
+        metrics.PREFILL_TOKENS.labels("cached").inc(pages.cached_tokens)
+        metrics.RADIX_LOOKUP_TOKENS.labels("hit").inc(pages.cached_tokens)
+        metrics.RADIX_LOOKUP_TOKENS.labels("miss").inc(sequence.num_prompt - pages.cached_tokens)
+        return True
+
+    def written(self, sequence: Sequence) -> None:
+        """A chunk of the prompt is computed: its full pages serve others, its embeddings are needed no more."""
+        self._share(sequence)
+        for item_index, pending in enumerate(sequence.items):
+            if pending.rows is not None and pending.item.end <= sequence.num_computed:
+                pending.rows = None
+                self._landing.consumed(sequence.ref, item_index)
+
+    def answered(self, sequence: Sequence) -> None:
+        """The answer is whole: a follow-up turn will want its pages. A grant's are not shared."""
+        if not sequence.is_adopted:
+            self._share(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """No step that runs or will run names the sequence."""
+        self._landing.abandon(sequence.ref)
+        if sequence.pages is not None:
+            self._manager.release(sequence.pages)
+
+    def _share(self, sequence: Sequence) -> None:
+        if sequence.pages is not None:
+            self._manager.share(sequence.pages, sequence.ids, sequence.num_computed)
+
+    def _tokens_to_hold(self, sequence: Sequence) -> int:
+        """The prompt, and the answer's room when it is decoded here (the last token's KV is never needed)."""
+        if sequence.needs_handoff:
+            return sequence.num_prompt
+        return sequence.num_prompt + sequence.plan.sampling.max_tokens - 1
+
+    def _slot_bytes(self, item: Item) -> int:
+        return item.num_tokens * self._row_bytes
