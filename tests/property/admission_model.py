@@ -11,20 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tests.property.promises import Broken, promise
 from triptych.sched.admission import AdmissionQueue, Ticket
 
 MAX_BYPASS = 3
 MAX_WAIT_S = 10.0
 MAX_TURNS = 5000
-
-
-class Broken(AssertionError):
-    """The queue broke a promise."""
-
-
-def promise(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
 
 
 @dataclass(frozen=True, eq=False)

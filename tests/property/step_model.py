@@ -10,21 +10,13 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from tests.property.promises import Broken, promise
 from triptych.sched.aging import Aging
 from triptych.sched.language import SequenceView, Slice, StepBudget
 
 Policy = Callable[[Sequence[SequenceView], StepBudget, Aging], list[Slice]]
 STEP_S = 0.25  # sums of it, and quotients by powers of two, are exact
 MAX_STEPS = 3000
-
-
-class Broken(AssertionError):
-    """The policy broke a promise."""
-
-
-def promise(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
 
 
 @dataclass(frozen=True)

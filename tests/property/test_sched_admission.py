@@ -3,17 +3,15 @@ few requests on small pools; and that broken queues break them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.property.admission_model import (
     MAX_BYPASS,
     MAX_WAIT_S,
-    Broken,
     Demand,
     Pool,
     PoolInSteps,
@@ -22,6 +20,7 @@ from tests.property.admission_model import (
     explore,
     small_worlds,
 )
+from tests.property.promises import Broken, assert_caught, examples
 from triptych.sched.admission import AdmissionQueue, Ticket
 from triptych.sched.aging import Aging
 
@@ -57,13 +56,13 @@ def arrivals(draw: st.DrawFn) -> list[Demand]:
     return mixed + stream
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(300)
 @given(arrivals(), st.integers(1, 5))
 def test_everybody_gets_in_within_the_bound(demands: list[Demand], max_admissions: int) -> None:
     Simulation(queue(), Pool(PAGES, SLOTS), demands, max_admissions).run()
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(50)
 @given(arrivals(), st.integers(1, 3))
 def test_few_offers_a_call_leave_nobody_out(demands: list[Demand], max_refusals: int) -> None:
     """Who fits may then have to wait, but not for ever."""
@@ -157,19 +156,4 @@ def without_age_bound() -> Queue:
     ids=["priority", "length", "too_many", "strict", "no_bypass_bound", "one_bypass_more", "no_age_bound"],
 )
 def test_a_broken_queue_is_caught(make: Callable[[], Queue], promise: str, seed: int) -> None:
-    find(
-        arrivals(),
-        lambda demands: promise in broken_promise(make(), demands),
-        settings=settings(
-            max_examples=3000, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
-        ),
-        random=random.Random(seed),
-    )
-
-
-def broken_promise(queue: Queue, demands: list[Demand]) -> str:
-    try:
-        Simulation(queue, Pool(PAGES, SLOTS), demands).run()
-    except Broken as broken:
-        return str(broken)
-    return ""
+    assert_caught(arrivals(), lambda demands: Simulation(make(), Pool(PAGES, SLOTS), demands).run(), promise, seed)

@@ -3,20 +3,20 @@ them, so that the checks are worth something."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.property.step_model import Broken, Policy, Prompt, Simulation, Workload, check_step, workloads
+from tests.property.promises import assert_caught, examples
+from tests.property.step_model import Policy, Prompt, Simulation, Workload, check_step, workloads
 from triptych.sched.aging import Aging
 from triptych.sched.language import SequenceView, Slice, StepBudget, plan_step
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(300)
 @given(workloads())
 def test_everybody_is_served_within_the_bound(workload: Workload) -> None:
     Simulation(plan_step, workload).run()
@@ -144,19 +144,4 @@ OUT_OF_TURN = "a more urgent or a shorter one wanted"
     ],
 )
 def test_a_broken_policy_is_caught(policy: Policy, promise: str, seed: int) -> None:
-    find(
-        workloads(),
-        lambda workload: promise in broken_promise(policy, workload),
-        settings=settings(
-            max_examples=3000, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
-        ),
-        random=random.Random(seed),
-    )
-
-
-def broken_promise(policy: Policy, workload: Workload) -> str:
-    try:
-        Simulation(policy, workload).run()
-    except Broken as broken:
-        return str(broken)
-    return ""
+    assert_caught(workloads(), lambda workload: Simulation(policy, workload).run(), promise, seed)
