@@ -7,23 +7,21 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-import torch
 
 from services.router import calls
 from services.router.pipeline import Pipeline
 from services.router.queue import AdmissionQueue
+from tests.integration import tiny_cluster
 from tests.integration.answers import assert_same_answers
-from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
+from tests.integration.tiny_cluster import MAX_TOKENS, SMALL_POOL
 from tests.parity.prompts import draw_picture
 from triptych.core.clock import SystemClock
 from triptych.core.errors import (
@@ -52,29 +50,7 @@ from triptych.transport.types import ArenaKind
 from triptych.transport.zmq_carrier import ZmqPageWriter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-MAX_TOKENS = 6
-SMALL_POOL = 4 << 20
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    base = Path(os.environ.get("DEMO_MODEL_DIR") or DEMO_DIR)
-    return make_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny-qwen2-5-vl"), DEFAULT_SEED, base)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model_dir: Path) -> AsyncIterator[InProcessCluster]:
-    async with InProcessCluster(model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def epd(shared: InProcessCluster) -> InProcessCluster:
-    """One worker of each kind, with empty caches."""
-    shared.clear_caches()
-    return shared
+model_dir, shared, epd = tiny_cluster.model_dir, tiny_cluster.shared, tiny_cluster.epd
 
 
 def picture(seed: int, size: tuple[int, int] = (84, 56)) -> bytes:

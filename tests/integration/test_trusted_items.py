@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import dataclasses
-import os
 import re
 import signal
 import struct
@@ -16,15 +15,16 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from services.router.pipeline import Pipeline
 from services.router.queue import AdmissionQueue
+from tests.integration import tiny_cluster
 from tests.integration.launching import launched, living
+from tests.integration.tiny_cluster import MAX_TOKENS, SMALL_POOL
 from tests.integration.trusted import Answered, StockPicture, StockPrompt, ask, prompt_of, stock_prompt, with_item
-from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
+from tests.parity.checkpoints import DEMO_DIR
 from tests.parity.prompts import draw_picture
 from tests.parity.reference import ReferenceModel
 from triptych.core.clock import SystemClock
@@ -42,20 +42,12 @@ from triptych.testing.cluster import ChatRequest, InProcessCluster
 from triptych.wire.v1 import encoder_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+model_dir, shared, epd = tiny_cluster.model_dir, tiny_cluster.shared, tiny_cluster.epd
 
-MAX_TOKENS = 6
-SMALL_POOL = 4 << 20
 QUESTION = "what is it?"
 PICTURE = draw_picture(1, (84, 56))
 OTHER = draw_picture(2, (56, 84))
 ITEMS_PAGE = Path(__file__).parents[2] / "docs" / "items.md"
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    base = Path(os.environ.get("DEMO_MODEL_DIR") or DEMO_DIR)
-    return make_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny-qwen2-5-vl"), DEFAULT_SEED, base)
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +64,6 @@ def stock(reference: ReferenceModel) -> StockPrompt:
 def truth(reference: ReferenceModel) -> list[int]:
     """What stock transformers answers, from the picture."""
     return list(reference.generate_now(prompt_of(QUESTION, PICTURE), MAX_TOKENS).tokens)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model_dir: Path) -> AsyncIterator[InProcessCluster]:
-    async with InProcessCluster(model_dir, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def epd(shared: InProcessCluster) -> InProcessCluster:
-    """One worker of each kind, with empty caches."""
-    shared.clear_caches()
-    return shared
 
 
 def asked(*media: bytes, text: str = QUESTION) -> ChatRequest:
