@@ -24,6 +24,7 @@ class PrefillSettings(WorkerSettings, VisionSettings, LanguageSettings):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in self.also:
             if name not in _OTHER_STAGES:
                 raise ValueError(f"--also takes {', '.join(_OTHER_STAGES)} or both, but not {name!r}")

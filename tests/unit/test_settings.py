@@ -103,7 +103,7 @@ def test_a_wrong_variable_stops_the_start() -> None:
 
 
 def test_variables_of_others_are_left_alone() -> None:
-    assert load("--model", "m", FAILPOINTS="x=y", RUNTIME_DIR="/r") == Sample(Path("m"))
+    assert load("--model", "m", VERIFY="full", RUNTIME_DIR="/r") == Sample(Path("m"))
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,12 @@ class Encoder:
         self.supply = EmbeddingSupply(self.engine, cache_bytes, 10**6, self.clock)
         self.timeline = Timeline("encoder", "e", self.clock)
 
-    def get(self, red: int, fetch: Any = None, item: Item | None = None) -> asyncio.Task[Any]:
+    def get(self, red: int, fetch: Any = None, item: Item | None = None, index: int = 0) -> asyncio.Task[Any]:
         """A caller that asks for the picture of that colour."""
         wanted = item or picture_item(red)
         bring = fetch or Fetch(red)
         bring.item = wanted
-        return asyncio.ensure_future(self.supply.get(wanted, 0, bring, self.timeline))
+        return asyncio.ensure_future(self.supply.get(wanted, index, bring, self.timeline))
 
 
 class Fetch:

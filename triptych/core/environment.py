@@ -17,7 +17,6 @@ TABLES = frozenset({"router", "encoder", "prefill", "decode", "mono", "up"})
 OTHER_VARIABLES = frozenset(
     {
         CONFIG_VARIABLE,
-        "TRIPTYCH_FAILPOINTS",
         "TRIPTYCH_PARITY",
         "TRIPTYCH_PARITY_OUT",
         "TRIPTYCH_PARITY_SHARD",
@@ -56,6 +55,7 @@ _WORKERS = {
     "insecure_network",
     "device",
     "dtype",
+    "failpoints",
     "threads",
 }
 _VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}

@@ -13,6 +13,7 @@ import torch
 from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, TriptychError
 from triptych.core.plan import Grid
+from triptych.faults import points
 from triptych.model.parts import VisionPart
 from triptych.obs import metrics
 from triptych.sched.encode import PassBudget, PictureView, plan_batch
@@ -124,11 +125,12 @@ class EncodeEngine:
             return
         start_ns = self._clock.monotonic_ns()
         try:
+            points.passing("encoder.before_encode")
             outputs = self.part.encode([waiting.pixels for waiting in batch], [waiting.grid for waiting in batch])
             hosted = [rows.to("cpu").contiguous() for rows in outputs]
-        except Exception:
+        except Exception as error:
             log.exception("a vision pass failed")
-            self._run_apart(batch)
+            self._run_apart(batch, error)
             return
         end_ns = self._clock.monotonic_ns()
         metrics.ENCODER_BATCH_SECONDS.observe((end_ns - start_ns) / 1e9)
@@ -138,13 +140,14 @@ class EncodeEngine:
         for waiting, rows in zip(batch, hosted, strict=True):
             waiting.future.set_result(Encoded(rows.clone(), start_ns, end_ns))
 
-    def _run_apart(self, batch: list[_Waiting]) -> None:
+    def _run_apart(self, batch: list[_Waiting], error: Exception) -> None:
         """After a pass failed: each picture by itself, so that only the one at fault fails."""
         if len(batch) > 1:
             for waiting in batch:
                 self._run([waiting])
         else:
-            batch[0].future.set_exception(TriptychError("the encoder met an internal error"))
+            told = error if isinstance(error, TriptychError) else TriptychError("the encoder met an internal error")
+            batch[0].future.set_exception(told)
 
 
 def _refuse(waiting: _Waiting) -> None:

@@ -30,6 +30,7 @@ from triptych.engine.landing import LandingTable
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Handoff, PendingItem, Sequence
 from triptych.engine.step import Piece, Step, build_pieces
+from triptych.faults import points
 from triptych.kv.manager import CacheManager
 from triptych.model.runner import LanguageRunner, RunOutput
 from triptych.obs import metrics
@@ -264,6 +265,7 @@ class LanguageEngine:
         if not pieces:
             return None
         try:
+            points.passing(f"{self._stage}.before_step")
             flight = self._runner.launch([piece.run for piece in pieces])
         except Exception as error:
             self._fail(pieces, error)

@@ -122,6 +122,7 @@ DATA_FRAMES_DROPPED = Counter(
     "triptych_data_frames_dropped_total", "Data frames that were not taken, by what was wrong", ("reason",)
 )
 FALLBACKS = Counter("triptych_fallbacks_total", "Times that a second-best way was taken", ("reason",))
+FAILPOINTS = Counter("triptych_failpoints_total", "Failpoints that fired", ("name",))
 MODEL_PARAMETERS = Gauge("triptych_model_parameters", "Parameters loaded", ("part",))
 ERRORS = Counter("triptych_errors_total", "Errors raised inside a stage", ("stage", "code"))
 

@@ -13,6 +13,7 @@ from triptych.core.errors import MediaMismatch
 from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat
 from triptych.core.timeline import Timeline
 from triptych.engine.encoder import EncodeEngine
+from triptych.faults import points
 from triptych.mm.embedding_cache import CacheKey, EmbeddingCache
 from triptych.mm.item import MultimodalDataItem, check_announced_bytes
 from triptych.mm.tensor import TensorValue
@@ -137,6 +138,7 @@ class EmbeddingSupply:
             pixels, grid = await asyncio.to_thread(self._preprocess, held)
         if grid != item.grid:
             raise MediaMismatch("the picture's real size is not the one in its header")
+        await points.passing_async("encoder.encode_item", item_index)
         encoded = await asyncio.wrap_future(self._engine.submit(pixels, grid))
         if encoded.rows.shape[0] != item.num_tokens:
             raise MediaMismatch("the picture's embedding has another length than the prompt")

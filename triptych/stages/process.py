@@ -6,6 +6,8 @@ import asyncio
 import signal
 from typing import cast
 
+from triptych.core.failpoints import parse_failpoints
+from triptych.faults import points
 from triptych.obs.log import LogFormat, configure_logging
 from triptych.stages.worker import Worker, WorkerPlan
 
@@ -13,6 +15,7 @@ from triptych.stages.worker import Worker, WorkerPlan
 def run_worker(plan: WorkerPlan, service: str) -> int:
     """Starts, serves until SIGTERM or SIGINT, drains. Returns the exit status."""
     configure_logging(service, plan.common.log_level, cast(LogFormat, plan.common.log_format))
+    points.arm(parse_failpoints(plan.common.failpoints), plan.common.worker_id)
     asyncio.run(_serve(plan))
     return 0
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triptych.core.failpoints import parse_failpoints
 from triptych.obs.log import LEVELS
 from triptych.transport.names import TRANSPORT_CHOICES
 
@@ -41,8 +42,12 @@ class WorkerSettings:
     threads: int = field(
         default=0, metadata={"help": "CPU threads for torch; 0 leaves it to torch", "min": 0, "max": 4096}
     )
+    failpoints: str = field(default="", metadata={"help": "for tests: where to be slow, to fail or to die"})
     log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})
     log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})
+
+    def __post_init__(self) -> None:
+        parse_failpoints(self.failpoints)  # told at once, not after seconds of imports
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from triptych.core.errors import DeadlineExceeded, TransferRefused
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef
 from triptych.core.plan import EmbeddingSource, Token
+from triptych.faults import points
 from triptych.obs import metrics
 from triptych.transport.carrier import Carrier, PageWriter, WriterEvents
 from triptych.transport.pages import PageSource
@@ -173,6 +174,7 @@ class AskingLink(ABC):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        await points.passing_async("link.before_commit")
         label = self.transport
         commit = EmbeddingCommitted(
             ref, item_index, grant.slot_id, grant.generation, grant.capability, grant.num_bytes, checksum, source
@@ -212,6 +214,7 @@ class AskingLink(ABC):
         if writer is not None:
             async with deadline(timeout_s):
                 checksum = await writer.flush()
+        await points.passing_async("link.before_commit")
         commit = KvCommitted(
             ref,
             grant.grant_id,
