@@ -224,8 +224,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(ids) == PAGE or (root, ids[:-PAGE]) in self.cached
 
     def picture(self) -> object:
-        nodes = sorted((node.page, node.locks, node.last_used) for node in self.manager.tree.nodes())
-        return self.manager.counts(), nodes, self.manager.num_available
+        nodes = sorted((node.page, node.locks) for node in self.manager.tree.nodes())
+        order = [node.page for node in self.manager.tree.unlocked()]
+        return self.manager.counts(), nodes, order, self.manager.num_available
 
     # --- what always holds ---
 

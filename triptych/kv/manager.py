@@ -104,8 +104,7 @@ class CacheManager:
         but those that credits have promised, sharing stops short.
         """
         for index in range(len(sequence.path), num_written // self.page_tokens):
-            start = index * self.page_tokens
-            key = tuple(ids[start : start + self.page_tokens])
+            key = self.tree.key(ids, index * self.page_tokens)
             parent = sequence.path[-1] if sequence.path else None
             known = self.tree.find(sequence.root, parent, key)
             if known is not None and known.locks == 0 and self.num_available < 1:
@@ -167,7 +166,8 @@ class CacheManager:
         assert sum(self.counts().values()) == self.num_usable, self.counts()
         cached = [node.page for node in self.tree.nodes()]
         assert len(cached) == len(set(cached)) == self.tree.num_pages
-        assert sum(node.locks == 0 for node in self.tree.nodes()) == self.tree.num_unlocked
+        unlocked = {id(node) for node in self.tree.nodes() if node.locks == 0}
+        assert {id(node) for node in self.tree.unlocked()} == unlocked and len(unlocked) == self.tree.num_unlocked
 
     def _take(self, count: int) -> list[int]:
         short = count - self._allocator.num_free

@@ -1,35 +1,78 @@
 """The radix tree over ids and sentinels, in whole pages.
 
-A node is one full, written page. Its key is the page's ids; a path from a root spells a prefix. Roots are named by
-(model, adapter, tenant salt), so tenants never meet. Locks are taken on whole paths: an unlocked node has only unlocked
-descendants, and every unlocked node can be evicted, leaves first, least recently used first.
+A node is one full, written page. Its key is the page's ids as bytes; a path from a root spells a prefix. Roots are
+named by (model, adapter, tenant salt), so tenants never meet. Locks are taken on whole paths: an unlocked node has only
+unlocked descendants, and every unlocked node can be evicted, leaves first, least recently used first.
 
     root ── [ids 0..15] page 7 ──┬── [ids 16..31] page 3        locked by a running sequence
                                  └── [other ids]  page 9        unlocked: may go
+
+All unlocked nodes stand in one ring, in the order in which they were unlocked, the deepest of a path first:
+
+    ring ⇄ oldest ⇄ … ⇄ leaf of the last path ⇄ its parent ⇄ … ⇄ the path's first page ⇄ (ring)
+
+Whoever uses a node uses all nodes above it, so a node stands after its descendants, and the oldest is always a leaf.
+Hence no operation looks at more nodes than its own path or the pages it evicts, however many there are.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from struct import Struct
 
-PageKey = tuple[int, ...]
-
-_MAX_STALE = 1024
+PageKey = bytes
 
 
-@dataclass(slots=True, eq=False)
 class Node:
-    """One cached page. Owned by the tree; sequences hold it locked."""
+    """One cached page. Owned by the tree; sequences hold it locked.
 
-    key: PageKey
-    page: int
-    parent: Node | None
-    children: dict[PageKey, Node] = field(default_factory=dict)
-    locks: int = 0
-    last_used: int = 0
-    is_evicted: bool = False
+    Most pages have one page after them: `first`. Only what more there are stands in a dictionary, `others`, so that a
+    walk down a path touches little memory.
+    """
+
+    __slots__ = ("first", "key", "locks", "newer", "older", "others", "page", "parent")
+
+    # Neighbours in the ring, set while the node is unlocked and at no other time: a link that stayed would keep nodes
+    # alive that have long been evicted.
+    older: Node
+    newer: Node
+
+    def __init__(self, key: PageKey, page: int, parent: Node | None, locks: int) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.locks = locks
+        self.first: Node | None = None
+        self.others: dict[PageKey, Node] | None = None
+
+    def child(self, key: PageKey) -> Node | None:
+        first = self.first
+        if first is None or first.key == key:
+            return first
+        return None if self.others is None else self.others.get(key)
+
+    def children(self) -> Iterator[Node]:
+        if self.first is not None:
+            yield self.first
+        if self.others is not None:
+            yield from self.others.values()
+
+    def add(self, child: Node) -> None:
+        if self.first is None:
+            self.first = child
+        elif self.others is None:
+            self.others = {child.key: child}
+        else:
+            self.others[child.key] = child
+
+    def discard(self, child: Node) -> None:
+        if self.first is not child:
+            assert self.others is not None
+            del self.others[child.key]
+        else:
+            self.first = self.others.popitem()[1] if self.others else None
+        if not self.others:
+            self.others = None
 
 
 class RadixTree:
@@ -40,17 +83,23 @@ class RadixTree:
         self.num_pages = 0
         self.num_unlocked = 0
         self._roots: dict[bytes, Node] = {}
-        self._candidates: list[tuple[int, int, Node]] = []
-        self._tick = 0
-        self._serial = 0
+        self._ring = Node(b"", -1, None, locks=1)
+        self._ring.older = self._ring.newer = self._ring
+        self._packed = Struct(f"{page_tokens}q")
+
+    def key(self, ids: Sequence[int], start: int) -> PageKey:
+        """The key of the page that begins at `start`; ids and sentinels have less than 63 bits."""
+        return self._packed.pack(*ids[start : start + self.page_tokens])
 
     def match(self, root: bytes, ids: Sequence[int], max_tokens: int) -> list[Node]:
         """The longest cached path over at most `max_tokens` ids, in whole pages. Changes nothing."""
         node, path = self._roots.get(root), []
         if node is None:
             return []
-        for start in range(0, max_tokens - self.page_tokens + 1, self.page_tokens):
-            node = node.children.get(tuple(ids[start : start + self.page_tokens]))
+        pack, page_tokens = self._packed.pack, self.page_tokens
+        for start in range(0, max_tokens - page_tokens + 1, page_tokens):
+            key, first = pack(*ids[start : start + page_tokens]), node.first
+            node = first if first is None or first.key == key else node.child(key)
             if node is None:
                 break
             path.append(node)
@@ -58,90 +107,91 @@ class RadixTree:
 
     def lock(self, nodes: Sequence[Node]) -> None:
         """Keeps a path's pages where they are. Each lock is given back once by `unlock`."""
-        self._tick += 1
         for node in nodes:
-            self.num_unlocked -= node.locks == 0
+            if node.locks == 0:
+                self._leave_ring(node)
             node.locks += 1
-            node.last_used = self._tick
 
     def unlock(self, nodes: Sequence[Node]) -> None:
-        self._tick += 1
+        """Of a path from its first page on."""
         for node in reversed(nodes):
             assert node.locks > 0, "unlocked a node that was not locked"
             node.locks -= 1
-            node.last_used = self._tick
             if node.locks == 0:
-                self.num_unlocked += 1
-                self._offer(node)
+                self._join_ring(node)
 
     def insert(self, root: bytes, parent: Node | None, key: PageKey, page: int) -> tuple[Node, bool]:
-        """A locked node for `key` below `parent` (None: the root), and whether it took `page`.
+        """A locked node for `key` below `parent`, which is locked (None: the root), and whether it took `page`.
 
         When the tree already holds that key, its own node is locked and returned, and the page stays the caller's.
         """
         above = parent if parent is not None else self._root(root)
-        node = above.children.get(key)
-        is_new = node is None
-        if node is None:
-            node = Node(key, page, above)
-            above.children[key] = node
-            self.num_pages += 1
-            self.num_unlocked += 1
-        self.lock([node])
-        return node, is_new
+        assert above.locks > 0, "the page above may be evicted"
+        node = above.child(key)
+        if node is not None:
+            self.lock([node])
+            return node, False
+        node = Node(key, page, above, locks=1)
+        above.add(node)
+        self.num_pages += 1
+        return node, True
 
     def find(self, root: bytes, parent: Node | None, key: PageKey) -> Node | None:
         """The node that `insert` would meet. Changes nothing."""
         above = parent if parent is not None else self._roots.get(root)
-        return above.children.get(key) if above is not None else None
+        return above.child(key) if above is not None else None
 
     def evict(self, count: int) -> list[int]:
-        """Removes up to `count` unlocked leaves, least recently used first, and returns their pages."""
+        """Removes up to `count` unlocked leaves, least recently used first, and returns their pages. A page whose last
+        child went is a leaf with the age that it had."""
         pages: list[int] = []
-        while len(pages) < count and self._candidates:
-            entry = heapq.heappop(self._candidates)
-            if _is_current(entry):
-                pages.append(self._remove(entry[2]))
+        while len(pages) < count and (oldest := self._ring.newer) is not self._ring:
+            self._leave_ring(oldest)
+            self._remove(oldest)
+            pages.append(oldest.page)
         return pages
 
     def nodes(self) -> Iterator[Node]:
         """Every node, for checks."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack = [child for root in self._roots.values() for child in root.children()]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(node.children.values())
+            stack.extend(node.children())
 
-    def _remove(self, node: Node) -> int:
-        assert node.parent is not None
-        node.is_evicted = True
-        del node.parent.children[node.key]
+    def unlocked(self) -> Iterator[Node]:
+        """Those that may be evicted, the first to go first; for checks."""
+        node = self._ring.newer
+        while node is not self._ring:
+            yield node
+            node = node.newer
+
+    def _remove(self, node: Node) -> None:
+        above = node.parent
+        assert above is not None and node.first is None, "evicted a page with others behind it"
+        above.discard(node)
+        node.parent = None
+        if above.first is None and above.parent is None:
+            del self._roots[above.key]
         self.num_pages -= 1
-        self.num_unlocked -= 1
-        if node.parent.parent is not None:
-            self._offer(node.parent)
-        elif not node.parent.children:
-            del self._roots[bytes(node.parent.key)]
-        return node.page
 
     def _root(self, name: bytes) -> Node:
         """Its key is its name, so that an emptied root can be forgotten: callers choose salts, so they are many."""
-        return self._roots.setdefault(name, Node(tuple(name), -1, None, locks=1))
+        root = self._roots.get(name)
+        if root is None:
+            root = self._roots[name] = Node(name, -1, None, locks=1)
+        return root
 
-    def _offer(self, node: Node) -> None:
-        """Makes an unlocked leaf a candidate; stale entries are skipped when popped."""
-        if node.locks == 0 and not node.children:
-            self._serial += 1
-            heapq.heappush(self._candidates, (node.last_used, self._serial, node))
-            if len(self._candidates) > 2 * self.num_unlocked + _MAX_STALE:
-                self._drop_stale()
+    def _join_ring(self, node: Node) -> None:
+        """As the newest."""
+        ring = self._ring
+        newest = ring.older
+        newest.newer = ring.older = node
+        node.older, node.newer = newest, ring
+        self.num_unlocked += 1
 
-    def _drop_stale(self) -> None:
-        """A page that is used again and again leaves an entry each time; without this the heap would only grow."""
-        self._candidates = [entry for entry in self._candidates if _is_current(entry)]
-        heapq.heapify(self._candidates)
-
-
-def _is_current(entry: tuple[int, int, Node]) -> bool:
-    last_used, _, node = entry
-    return not (node.is_evicted or node.locks or node.children) and node.last_used == last_used
+    def _leave_ring(self, node: Node) -> None:
+        older, newer = node.older, node.newer
+        older.newer, newer.older = newer, older
+        del node.older, node.newer
+        self.num_unlocked -= 1
