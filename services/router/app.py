@@ -30,7 +30,6 @@ from services.router.tasks import unwrapped_group
 from triptych.core.clock import SystemClock
 from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef
-from triptych.core.plan import Modality
 from triptych.core.ready_file import check_ready_file, write_ready_file
 from triptych.core.worker import Role, WorkerInfo
 from triptych.model.adapters.base import Adapter
@@ -54,8 +53,7 @@ class Model:
 
     def __init__(self, model_dir: Path) -> None:
         self.adapter: Adapter = adapter_for(model_dir)
-        placeholder_id = self.adapter.placeholder_id(Modality.IMAGE)
-        self.tokenizer = ChatTokenizer(model_dir, placeholder_id)
+        self.tokenizer = ChatTokenizer(model_dir, self.adapter.image_placeholder_id)
         self.tokenizer.check_fits(self.adapter.vocab_size)
         self.planner = Planner(self.adapter, self.tokenizer, SamplingDefaults.from_model(model_dir))
         self.token_bytes = TokenBytes(self.tokenizer.tokenizer)
@@ -76,7 +74,9 @@ class Cluster:
         return ClusterView.of(self.registry.workers(), self._adapter.fingerprint)
 
     def missing_roles(self) -> tuple[Role, ...]:
-        return self.view().missing_roles()
+        """A model of text alone needs no encoder."""
+        missing = self.view().missing_roles()
+        return tuple(role for role in missing if role is not Role.ENCODER or self._adapter.modalities)
 
     def warn_of_strangers(self, workers: Iterable[WorkerInfo]) -> None:
         """Logs each worker whose weights are not this router's model: it gets no request, which else only looks like a
@@ -105,6 +105,7 @@ async def router_app(
     with _work_threads() as executor:
         chat = ChatService(
             model_name=model.adapter.model_name,
+            modalities=model.adapter.modalities,
             limits=ChatLimits(settings.max_body_bytes, settings.request_timeout_s, settings.strict),
             reader=MediaReader(limits, executor, fetch),
             planner=model.planner,

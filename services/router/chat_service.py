@@ -23,7 +23,7 @@ from services.router.planner import Planner
 from services.router.responses import Envelope
 from services.router.stopwatch import Stopwatch
 from triptych.core.clock import Clock
-from triptych.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
+from triptych.core.errors import DeadlineExceeded, InvalidRequest, ModalityUnsupported, ModelNotFound
 from triptych.core.plan import Modality, Plan
 from triptych.core.timeline import Timeline
 from triptych.obs import metrics
@@ -60,6 +60,7 @@ class ChatService:
     new_detokenizer: Callable[[], IncrementalDetokenizer]
     token_bytes: Callable[[int], bytes]
     context_tokens: Callable[[], int]
+    modalities: tuple[Modality, ...] = (Modality.IMAGE,)
 
     async def answer(self, request: Request) -> ChatAnswer:
         """Raises a RequestError for what is wrong with the request, DeadlineExceeded if it arrives too slowly."""
@@ -102,6 +103,10 @@ class ChatService:
     def _check(self, chat: ChatRequest, request_id: str) -> None:
         if chat.model is not None and chat.model != self.model_name:
             raise ModelNotFound(f"this server serves {self.model_name!r} and no other model", param="model")
+        if chat.media and Modality.IMAGE not in self.modalities:
+            raise ModalityUnsupported(
+                f"{self.model_name} takes text only; ask without pictures", param=chat.media[0].param
+            )
         if not chat.ignored:
             return
         names = ", ".join(name[:64] for name in chat.ignored[:_MAX_LOGGED_NAMES])

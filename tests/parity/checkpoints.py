@@ -126,26 +126,28 @@ def make_tiny(family: str, directory: Path, seed: int = DEFAULT_SEED, base: Path
     return directory
 
 
+def make_tiny_llama(directory: Path, seed: int = DEFAULT_SEED, base: Path = DEMO_DIR, **text: Any) -> Path:
+    """The same for a model of text alone: grouped queries, the head tied to the embeddings. `text` goes over its
+    config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _text_config(json.loads((base / "config.json").read_text())) | {"tie_word_embeddings": True} | text
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    _fill(model, np.random.default_rng(seed), LANGUAGE_GAINS)
+    model.save_pretrained(directory)
+    for name in set(SIDE_FILES) - {"preprocessor_config.json"}:
+        shutil.copyfile(base / name, directory / name)
+    return directory
+
+
 def make_tiny_qwen2_5_vl(directory: Path, seed: int, base: Path) -> Path:
     return make_tiny("qwen2.5-vl", directory, seed, base)
 
 
 def _config(tiny: Tiny, base: dict[str, Any]) -> dict[str, Any]:
     """Three language layers with grouped queries, three vision blocks."""
-    text = {
-        "vocab_size": base["text_config"]["vocab_size"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_theta": 10.0, "mrope_section": [2, 3, 3]},
-        "bos_token_id": base["text_config"]["pad_token_id"],
-        "eos_token_id": base["text_config"]["eos_token_id"],
-        "pad_token_id": base["text_config"]["pad_token_id"],
-    } | tiny.text
+    text = _text_config(base)
+    text["rope_parameters"] |= {"mrope_section": [2, 3, 3]}
+    text |= tiny.text
     text["rope_parameters"] = {"rope_type": "default", **text["rope_parameters"]}
     vision = {"depth": 3, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2} | tiny.vision
     special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -154,6 +156,23 @@ def _config(tiny: Tiny, base: dict[str, Any]) -> dict[str, Any]:
         "vision_config": vision,
         "tie_word_embeddings": False,
         **{name: base[name] for name in special},
+    }
+
+
+def _text_config(base: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab_size": base["text_config"]["vocab_size"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+        "bos_token_id": base["text_config"]["pad_token_id"],
+        "eos_token_id": base["text_config"]["eos_token_id"],
+        "pad_token_id": base["text_config"]["pad_token_id"],
     }
 
 

@@ -129,6 +129,7 @@ async def serve(model: Model, strict: bool = False, timeout_s: float = 5.0) -> A
     with ThreadPoolExecutor(2) as executor:
         chat = ChatService(
             model_name=model.adapter.model_name,
+            modalities=model.adapter.modalities,
             limits=ChatLimits(max_body_bytes=100_000, request_timeout_s=timeout_s, strict=strict),
             reader=MediaReader(MediaLimits(4, 50_000, 1_000_000), executor),
             planner=model.planner,

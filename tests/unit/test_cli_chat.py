@@ -177,6 +177,8 @@ def test_the_curl_is_one_command_for_a_shell() -> None:
     body = json.loads(words[-1])
     assert body["model"] == "it's"
     assert len(words[-1]) < 1200
+    of_text = json.loads(shlex.split(sample.text_curl("http://h:1", "it's"))[-1])
+    assert of_text["messages"] == [{"role": "user", "content": sample.TEXT_QUESTION}]
 
 
 def test_a_question_that_is_a_file_was_forgotten(tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ def adapter_source(name: str, architecture: str) -> str:
 def test_every_family_is_found_and_transformers_has_its_architecture() -> None:
     found = scan()
     assert found.broken == ()
-    assert [adapter.family for adapter in found.adapters] == ["Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL"]
+    assert [adapter.family for adapter in found.adapters] == ["Llama", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL"]
     for adapter in found.adapters:
         assert hasattr(transformers, adapter.architecture)
         assert adapter.attention is AttentionKind.CAUSAL
-        assert adapter.modalities == (Modality.IMAGE,)
+        assert adapter.modalities == (() if adapter.family == "Llama" else (Modality.IMAGE,))
     with_levels = [adapter.family for adapter in found.adapters if ExtraInput.EMBEDDING_LEVELS in adapter.extra_inputs]
     assert with_levels == ["Qwen3-VL"]
 
@@ -82,13 +82,13 @@ def test_a_broken_module_is_reported_and_the_others_serve(
 def test_an_architecture_belongs_to_one_module(folder: Path) -> None:
     (folder / "zz_again.py").write_text(adapter_source("Again", "Qwen2VLForConditionalGeneration"))
     found = scan()
-    assert [adapter.family for adapter in found.adapters][:1] == ["Qwen2-VL"]
+    assert [adapter.family for adapter in found.adapters][:2] == ["Llama", "Qwen2-VL"]
     assert "qwen2_vl" in found.broken[0].reason
 
 
 def test_what_an_adapter_imports_is_not_found_again(folder: Path) -> None:
     (folder / "zz_importer.py").write_text("from triptych.model.adapters.qwen3_vl import Qwen3VLAdapter\n")
-    assert len(scan().adapters) == 3
+    assert len(scan().adapters) == 4
     assert scan().broken == ()
 
 
@@ -99,7 +99,7 @@ def test_looking_for_adapters_imports_no_torch() -> None:
         "print(json.dumps([len(found.adapters), [m for m in ('torch', 'transformers') if m in sys.modules]]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [3, []]
+    assert json.loads(done.stdout) == [4, []]
 
 
 # --- triptych models --------------------------------------------------------------------------------------------------
@@ -110,8 +110,9 @@ def test_the_command_lists_every_family(capsys: pytest.CaptureFixture[str]) -> N
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "architecture"
     assert [row.split()[0] for row in rows] == list(supported_architectures())
-    assert all("text, image" in row and "causal" in row and row.endswith("served") for row in rows)
-    assert ["those of the checkpoint" in row for row in rows] == [False, False, True]
+    assert all("causal" in row and row.endswith("served") for row in rows)
+    assert ["text, image" in row for row in rows] == [False, True, True, True]
+    assert ["those of the checkpoint" in row for row in rows] == [False, False, False, True]
 
 
 def test_the_command_says_what_was_left_out_and_succeeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A request that works as it stands: a small picture drawn here, inside a curl command."""
+"""A request that works as it stands, as a curl command: a small picture drawn here, or a question alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 from PIL import Image, ImageDraw
 
 QUESTION = "What colour is the circle?"
+TEXT_QUESTION = "What is the capital of France?"
 
 
 def picture_png() -> bytes:
@@ -25,11 +26,17 @@ def data_uri(content: bytes, media_type: str) -> str:
 
 
 def curl(url: str, model_name: str) -> str:
-    """One command for a shell."""
-    content = [
-        {"type": "image_url", "image_url": {"url": data_uri(picture_png(), "image/png")}},
-        {"type": "text", "text": QUESTION},
-    ]
+    """One command for a shell, with a picture."""
+    picture = {"type": "image_url", "image_url": {"url": data_uri(picture_png(), "image/png")}}
+    return _command(url, model_name, [picture, {"type": "text", "text": QUESTION}])
+
+
+def text_curl(url: str, model_name: str) -> str:
+    """The same for a model that takes text only."""
+    return _command(url, model_name, TEXT_QUESTION)
+
+
+def _command(url: str, model_name: str, content: object) -> str:
     body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": content}]})
     escaped = body.replace("'", "'\\''")
     return f"curl -s {url}/v1/chat/completions -w '\\n' -H 'content-type: application/json' -d '{escaped}'"

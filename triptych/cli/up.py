@@ -17,6 +17,7 @@ from triptych.cli.supervisor import ApiAddress, Supervisor
 from triptych.core.environment import CONFIG_VARIABLE
 from triptych.core.ready_file import check_ready_file, write_ready_file
 from triptych.core.settings import config_path, config_tables, load_settings
+from triptych.core.worker import Role
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 
@@ -80,9 +81,10 @@ def _run(supervisor: Supervisor, settings: UpSettings, folder: RuntimeFolder, di
     display.say(f"starting {len(supervisor.children)} processes; Ctrl-C stops them")
     if not supervisor.start(settings.startup_timeout):
         return
-    model_name = next((worker.model_name for worker in supervisor.living_workers() if worker.model_name), "default")
-    url = supervisor.api.url
-    display.say(f"\nready: {url}\n\ntry it:\n\n{sample.curl(url, model_name)}\n")
+    living, url = supervisor.living_workers(), supervisor.api.url
+    model_name = next((worker.model_name for worker in living if worker.model_name), "default")
+    curl = sample.curl if any(Role.ENCODER in worker.roles for worker in living) else sample.text_curl
+    display.say(f"\nready: {url}\n\ntry it:\n\n{curl(url, model_name)}\n")
     if settings.ready_file:
         _write_ready_file(settings.ready_file, supervisor, folder)
     supervisor.watch()

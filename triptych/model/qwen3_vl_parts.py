@@ -36,7 +36,7 @@ class Qwen3Language(QwenLanguage):
     ) -> torch.Tensor:
         out = self.model(
             inputs_embeds=embeddings.unsqueeze(0),
-            position_ids=positions.unsqueeze(1),
+            position_ids=self.position_ids(positions),
             use_cache=False,
             paged=batch,
             visual_pos_masks=levels.rows if levels is not None else None,

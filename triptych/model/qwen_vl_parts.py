@@ -6,30 +6,27 @@ dropped. What a family does differently is a subclass of these parts in a module
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import transformers
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from triptych.core.errors import StartupError
 from triptych.core.plan import Grid
-from triptych.model.checkpoint_files import CONFIG_FILE, PROCESSOR_FILE, read_json
+from triptych.model.checkpoint_files import PROCESSOR_FILE, read_json
 from triptych.model.loader import (
     check_all_claimed,
     check_loaded,
     count_parameters,
-    is_same_tensor,
     load_part,
     select_prefix,
     tensor_index,
 )
-from triptych.model.paged import ATTENTION_NAME, PagedBatch, register_paged_attention
-from triptych.model.parts import EmbeddingLevels
+from triptych.model.stock import in_one_line, stock_on_meta
+from triptych.model.stock_language import HEAD_NAME, StockLanguage, load_stock_language
 
 if TYPE_CHECKING:
     from triptych.model.adapters.qwen_vl import QwenVLAdapter
@@ -37,9 +34,6 @@ if TYPE_CHECKING:
 # Newest checkpoint layout first; the older one has no common root.
 VISION_PREFIXES = ("model.visual.", "visual.")
 LANGUAGE_PREFIXES = ("model.language_model.", "model.")
-HEAD_NAME = "lm_head.weight"
-EMBEDDING_NAME = "embed_tokens.weight"
-MAX_REASON_CHARS = 300
 # Names of classes in the processor's file; nothing is ever looked up by them.
 _NOT_SETTINGS = frozenset({"image_processor_type", "feature_extractor_type", "processor_class", "auto_map"})
 
@@ -74,36 +68,11 @@ class QwenVision:
         return list(features.pooler_output)
 
 
-class QwenLanguage:
-    """LanguagePart over the text model and its head."""
+class QwenLanguage(StockLanguage):
+    """With M-RoPE: positions on three axes."""
 
-    def __init__(self, model: Any, head: torch.Tensor, num_embedding_levels: int) -> None:
-        self.model = model
-        self.head = head
-        self.device, self.dtype = head.device, head.dtype
-        self.num_embedding_levels = num_embedding_levels
-        tied = head.data_ptr() == model.embed_tokens.weight.data_ptr()
-        self.num_parameters = count_parameters(model) + (0 if tied else head.numel())
-
-    @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.model.embed_tokens(ids)
-        return rows
-
-    @torch.inference_mode()
-    def hidden(
-        self, embeddings: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, levels: EmbeddingLevels | None
-    ) -> torch.Tensor:
-        assert levels is None, "this family takes one level"
-        out = self.model(
-            inputs_embeds=embeddings.unsqueeze(0), position_ids=positions.unsqueeze(1), use_cache=False, paged=batch
-        )
-        last: torch.Tensor = out.last_hidden_state[0]
-        return last
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, self.head).float()
+    def position_ids(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.unsqueeze(1)
 
 
 Vision = TypeVar("Vision", bound=QwenVision)
@@ -114,7 +83,7 @@ def load_vision(adapter: QwenVLAdapter, part: type[Vision], dtype: torch.dtype, 
     """The tower's weights in a `part`. Raises StartupError."""
     index = tensor_index(adapter.model_dir)
     adapter.check_depths(len(index))
-    model = _on_meta(adapter).model
+    model = stock_on_meta(adapter).model
     del model.language_model
     names, _ = _names_of_parts(index)
     load_part(model.visual, index, names, dtype, device, "vision")
@@ -131,41 +100,9 @@ def load_language(adapter: QwenVLAdapter, part: type[Language], dtype: torch.dty
     """The language model's weights, and its head's, in a `part`. Raises StartupError."""
     index = tensor_index(adapter.model_dir)
     adapter.check_depths(len(index))
-    whole = _on_meta(adapter)
-    model = whole.model.language_model
+    whole = stock_on_meta(adapter)
     _, names = _names_of_parts(index)
-    load_part(model, index, names, dtype, device, "language")
-    model.rotary_emb = type(model.rotary_emb)(model.config).to(device)
-    check_loaded(model, "language")
-    head = model.embed_tokens.weight
-    if not whole.config.tie_word_embeddings:
-        if HEAD_NAME not in index:
-            raise StartupError(f"the checkpoint lacks the tensor {HEAD_NAME!r}, and its config does not tie the head")
-        load_part(whole.lm_head, index, {"weight": HEAD_NAME}, dtype, device, "language head")
-        head = whole.lm_head.weight
-    elif HEAD_NAME in index and not is_same_tensor(index, HEAD_NAME, names[EMBEDDING_NAME]):
-        raise StartupError(f"{CONFIG_FILE} ties the head to the embeddings, but {HEAD_NAME!r} has weights of its own")
-    model.train(False)
-    return part(model, head.detach(), adapter.num_embedding_levels)
-
-
-def _on_meta(adapter: QwenVLAdapter) -> Any:
-    """The architecture's own class without weights, its language model wired for paged attention.
-
-    The class is chosen by our adapter's name of it; nothing that a checkpoint says is ever imported.
-    """
-    register_paged_attention()
-    stock: Any = getattr(transformers, adapter.architecture)
-    try:
-        config = stock.config_class.from_dict(copy.deepcopy(adapter.config))
-        config.text_config._attn_implementation = ATTENTION_NAME
-        for part in (config, config.text_config, config.vision_config):
-            # How results are handed back, which the parts rely on, is no matter of the checkpoint's.
-            part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
-        with torch.device("meta"):
-            return stock(config)
-    except Exception as error:
-        raise StartupError(f"{CONFIG_FILE} is not one of a {adapter.architecture}: {_in_one_line(error)}") from error
+    return load_stock_language(adapter, part, whole, whole.model.language_model, index, names, dtype, device)
 
 
 def _names_of_parts(index: Mapping[str, Path]) -> tuple[dict[str, str], dict[str, str]]:
@@ -182,7 +119,7 @@ def _processor(adapter: QwenVLAdapter) -> Qwen2VLImageProcessorPil:
         return Qwen2VLImageProcessorPil(**settings)
     except Exception as error:
         raise StartupError(
-            f"{PROCESSOR_FILE} is not one of a Qwen-VL picture processor: {_in_one_line(error)}"
+            f"{PROCESSOR_FILE} is not one of a Qwen-VL picture processor: {in_one_line(error)}"
         ) from error
 
 
@@ -196,14 +133,8 @@ def _check_processor(adapter: QwenVLAdapter, vision: QwenVision) -> None:
         pixels, grid = vision.preprocess(picture)
         is_right = pixels.shape == (grid.t * grid.h * grid.w, vision.patch_elements) and pixels.dtype == torch.float32
     except Exception as error:
-        raise StartupError(f"{PROCESSOR_FILE} makes nothing of a picture: {_in_one_line(error)}") from error
+        raise StartupError(f"{PROCESSOR_FILE} makes nothing of a picture: {in_one_line(error)}") from error
     if not is_right or grid != adapter.image_layout(width_px, height_px).grid:
         raise StartupError(f"{PROCESSOR_FILE} makes another number of patches of a picture than its sizes say")
     if not bool(torch.isfinite(pixels).all()):
         raise StartupError(f"{PROCESSOR_FILE} makes pixels that are no numbers; look at image_mean and image_std")
-
-
-def _in_one_line(error: Exception) -> str:
-    """As much of it as a log line takes."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -62,12 +62,24 @@ ENGINE_GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What to run: roles with their settings. Prefill and decode in one process share one engine and one pool."""
+    """What to run: roles with their settings. Prefill and decode in one process share one engine and one pool.
+    `takes_media`: whether prompts may hold anything besides text."""
 
     common: WorkerSettings
     vision: VisionSettings | None = None
     prefill: LanguageSettings | None = None
     decode: LanguageSettings | None = None
+    takes_media: bool = True
+
+    def for_model(self, adapter: Adapter) -> WorkerPlan:
+        """What is left of it for a model: of one of text alone, no tower and no room for embeddings.
+
+        Raises StartupError when that is nothing."""
+        if adapter.modalities:
+            return self
+        if self.language is None:
+            raise StartupError(f"{adapter.model_name} takes text only and needs no encoder; use --topology mono or p-d")
+        return replace(self, vision=None, takes_media=False)
 
     @property
     def roles(self) -> frozenset[Role]:
@@ -88,7 +100,7 @@ class WorkerPlan:
     def lands_embeddings_of_others(self) -> bool:
         """Whether encoders in other processes write to its landing arena. A prefill worker with a vision tower of its
         own is sent no pictures by others."""
-        return self.prefill is not None and self.vision is None
+        return self.prefill is not None and self.vision is None and self.takes_media
 
     @property
     def lands_kv_of_others(self) -> bool:
@@ -134,6 +146,7 @@ class Worker:
         if common.threads:
             torch.set_num_threads(common.threads)
         adapter = await asyncio.to_thread(adapter_for, common.model)
+        self._plan = self._plan.for_model(adapter)
         token = folder.token()
         self._server = RpcServer(
             common.host,

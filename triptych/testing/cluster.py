@@ -28,7 +28,7 @@ from services.router.queue import AdmissionQueue
 from services.router.tasks import unwrapped_group
 from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
-from triptych.core.plan import FinishReason, Modality, Plan, Token
+from triptych.core.plan import FinishReason, Plan, Token
 from triptych.core.timeline import TimelineEvent
 from triptych.core.topology import kinds_of
 from triptych.core.worker import Role
@@ -145,7 +145,7 @@ class InProcessCluster:
         channels = ChannelPool(self._runtime.token())
         self._exit.push_async_callback(channels.close)
         self.pipeline = Pipeline(registry, channels, AdmissionQueue(1024), SystemClock())
-        tokenizer = ChatTokenizer(self.adapter.model_dir, self.adapter.placeholder_id(Modality.IMAGE))
+        tokenizer = ChatTokenizer(self.adapter.model_dir, self.adapter.image_placeholder_id)
         self.planner = Planner(self.adapter, tokenizer, SamplingDefaults(0.0, 1.0))
         return self
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from triptych.core.errors import InvalidRequest, StartupError
+from triptych.core.errors import InvalidRequest, ModalityUnsupported, StartupError
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 from triptych.text.model_files import optional_json, read_tokenizer
 from triptych.text.template import ChatTemplate
@@ -42,7 +42,8 @@ class ChatTokenizer:
     """Template and tokenizer of one model. Immutable after construction; safe to use from several threads."""
 
     def __init__(self, model_dir: Path | str, image_placeholder_id: int | None = None) -> None:
-        """Reads the tokenizer files; the placeholder's id comes from config.json (`image_token_id`) unless given.
+        """Reads the tokenizer files; the placeholder's id comes from config.json (`image_token_id`) unless given. A
+        model that has none takes text only: its template is given each message's texts as one string.
 
         Raises StartupError when a file is missing or damaged, or the template cannot be used.
         """
@@ -57,8 +58,9 @@ class ChatTokenizer:
         self._specials = _Specials.of(self.tokenizer)
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raises StartupError unless a question with a picture can be asked of a model with `vocab_size` rows of
-        embeddings: the placeholder is written once where the picture stands, and no token is beyond the last row."""
+        """Raises StartupError unless a question (with a picture, if the model takes any) can be asked of a model with
+        `vocab_size` rows of embeddings: the placeholder is written once where the picture stands, and no token is
+        beyond the last row."""
         last = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         if last >= vocab_size:
             raise StartupError(
@@ -66,18 +68,27 @@ class ChatTokenizer:
                 "different models; download the checkpoint again"
             )
         try:
-            self.encode_chat([ChatMessage("user", (ImagePart(), TextPart("What is this?")))])
+            self.encode_chat(self.example())
         except InvalidRequest as error:
+            kind = "a question" if self._placeholder_id is None else "a question with a picture"
             raise StartupError(
-                f"a question with a picture cannot be asked of this model ({error.message}): config.json, "
+                f"{kind} cannot be asked of this model ({error.message}): config.json, "
                 "tokenizer.json and chat template do not belong together"
             ) from None
+
+    def example(self) -> list[ChatMessage]:
+        """A question, with a picture if the model takes any."""
+        picture = () if self._placeholder_id is None else (ImagePart(),)
+        return [ChatMessage("user", (*picture, TextPart("What is this?")))]
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> EncodedChat:
         """The prompt's ids. CPU-bound: microseconds to milliseconds, by length.
 
-        Raises InvalidRequest when the template refuses the conversation or leaves a picture out.
+        Raises InvalidRequest when the template refuses the conversation or leaves a picture out, ModalityUnsupported
+        for a picture that the model does not take.
         """
+        if self._placeholder_id is None:
+            messages = [_text_alone(message) for message in messages]
         if any(self._specials.is_suspicious(text) for message in messages for text in message.texts):
             encoded = self._encode_marked(messages)
         else:
@@ -169,6 +180,13 @@ class _Specials:
             start, eat_left = found.end(), rstrip
         last = rendered[start:]
         yield last.lstrip() if eat_left else last, None
+
+
+def _text_alone(message: ChatMessage) -> ChatMessage:
+    """Templates of models of text expect a string, whether the caller sent one or parts."""
+    if message.num_images:
+        raise ModalityUnsupported("this model takes text only; ask without pictures", param="messages")
+    return replace(message, content="\n".join(message.texts))
 
 
 def _image_token_id(model_dir: Path) -> int | None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.cli.checks.finding import Finding, fail, ok, size
 from triptych.core.errors import StartupError
-from triptych.core.plan import Modality
 
 if TYPE_CHECKING:
     from triptych.model.adapters.base import Adapter
@@ -84,24 +83,21 @@ def weights(adapter: Adapter) -> tuple[Finding, Parts | None]:
 
 
 def tokenizer(adapter: Adapter) -> Finding:
-    """Tokenizer and chat template take a conversation with one picture in it."""
-    from triptych.text.messages import ChatMessage, ImagePart, TextPart
+    """Tokenizer and chat template take a question, with a picture if the model takes any."""
     from triptych.text.tokenizer import ChatTokenizer
 
     try:
-        chat = ChatTokenizer(adapter.model_dir, adapter.placeholder_id(Modality.IMAGE))
+        chat = ChatTokenizer(adapter.model_dir, adapter.image_placeholder_id)
         chat.check_fits(adapter.vocab_size)
-        encoded = chat.encode_chat([ChatMessage("user", (ImagePart(), TextPart("What is this?")))])
+        encoded = chat.encode_chat(chat.example())
     except StartupError as error:
         return fail(
             "tokenizer", error.message, f"{AGAIN}, with tokenizer.json, tokenizer_config.json and chat template"
         )
     except Exception as error:  # the tokenizers library raises bare Exceptions for a damaged file
         return fail("tokenizer", f"it cannot be used: {error}", AGAIN)
-    return ok(
-        "tokenizer",
-        f"{chat.tokenizer.get_vocab_size()} tokens; a question with a picture is {len(encoded.compact_ids)}",
-    )
+    kind = "a question with a picture" if encoded.placeholder_indices else "a question"
+    return ok("tokenizer", f"{chat.tokenizer.get_vocab_size()} tokens; {kind} is {len(encoded.compact_ids)}")
 
 
 def _shapes(index: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:

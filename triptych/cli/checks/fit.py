@@ -105,6 +105,9 @@ def landing(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:
 
 
 def largest_picture_tokens(adapter: Adapter) -> int:
+    """0 for a model that takes none."""
+    if adapter.image_placeholder_id is None:
+        return 0
     return adapter.image_layout(LARGEST_SIDE_PX, LARGEST_SIDE_PX).num_tokens
 
 

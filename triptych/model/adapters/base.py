@@ -82,7 +82,7 @@ class Adapter(ABC):
     Attributes:
         architecture: the name that config.json gives it.
         family: its name in words.
-        modalities: what may stand in a prompt besides text.
+        modalities: what may stand in a prompt besides text; empty for a model of text alone, which has no tower.
         attention: see AttentionKind.
         extra_inputs: what the language model takes besides embeddings, positions and pages.
         processor_version: changes whenever our own processing of the media does.
@@ -135,7 +135,12 @@ class Adapter(ABC):
     @property
     def lookup_id(self) -> int:
         """What is looked up in the embedding table in place of a sentinel; its row is overwritten."""
-        return self.placeholder_id(self.modalities[0])
+        return self.placeholder_id(self.modalities[0]) if self.modalities else 0
+
+    @property
+    def image_placeholder_id(self) -> int | None:
+        """The token that the chat template writes for a picture; None for a model that takes none."""
+        return self.placeholder_id(Modality.IMAGE) if Modality.IMAGE in self.modalities else None
 
     def identity(self, modality: Modality, media: bytes, tenant_salt: bytes = b"") -> bytes:
         """The item's identity for this checkpoint (32 bytes)."""

@@ -16,6 +16,7 @@ from triptych.core.plan import Grid, Item, Modality
 from triptych.mm.mrope import PositionArray, mrope_positions
 from triptych.model.adapters.base import Adapter, ItemLayout
 from triptych.model.checkpoint_files import CONFIG_FILE, PROCESSOR_FILE, Table, read_json
+from triptych.model.text_config import check_full_attention, check_rope
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 MAX_ASPECT_RATIO = 200
 COLOURS = 3
 ROPE_TYPES = ("default", "mrope", "linear", "yarn")
-"""Frequencies that depend on nothing but the config; others change with the length of whatever else is in the batch."""
 
 
 def resized_to_grid(height_px: int, width_px: int, unit_px: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -157,16 +157,9 @@ class QwenVLAdapter(Adapter):
         text = self.text_config
         text.positive("intermediate_size")
         text.number("rms_norm_eps")
-        if text.values.get("use_sliding_window"):
-            text.refuse("use_sliding_window", "and attention in sliding windows cannot be served yet")
-        kinds = text.values.get("layer_types") or []
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            text.refuse("layer_types", "and only full attention can be served yet")
+        check_full_attention(text)
         rope = text.table("rope_scaling" if "rope_scaling" in text else "rope_parameters")
-        (rope if "rope_theta" in rope else text).number("rope_theta")
-        kind_field = "rope_type" if "rope_type" in rope else "type"
-        if rope.values.get(kind_field, "default") not in ROPE_TYPES:
-            rope.refuse(kind_field, f"and only {', '.join(ROPE_TYPES)} can be served")
+        check_rope(text, rope, ROPE_TYPES)
         sections, pairs = rope.positives("mrope_section", 3), self.kv_shape.head_dim // 2
         if sum(sections) != pairs or self.kv_shape.head_dim % 2:
             rope.refuse("mrope_section", f"whose sum should be {pairs}, half of the head size {self.kv_shape.head_dim}")
