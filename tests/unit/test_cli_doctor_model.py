@@ -65,7 +65,7 @@ def test_a_good_config(tiny_model_dir: Path) -> None:
 def test_what_cannot_be_served_is_named(spoil: str, model_dir: Path) -> None:
     config = model_dir / "config.json"
     if spoil == "architecture":
-        change_json(config, lambda value: value.update(architectures=["LlamaForCausalLM"]))
+        change_json(config, lambda value: value.update(architectures=["BloomForCausalLM"]))
     elif spoil == "config":
         config.write_text("{")
     elif spoil == "weights":
@@ -76,7 +76,7 @@ def test_what_cannot_be_served_is_named(spoil: str, model_dir: Path) -> None:
         shutil.rmtree(model_dir)
     finding, adapter = checkpoint.config(model_dir)
     assert finding.status is Status.FAIL and adapter is None
-    named = {"architecture": "LlamaForCausalLM", "weights": ".safetensors", "processor": "preprocessor_config.json"}
+    named = {"architecture": "BloomForCausalLM", "weights": ".safetensors", "processor": "preprocessor_config.json"}
     assert named.get(spoil, "config.json") in finding.found
     assert "Qwen2_5_VLForConditionalGeneration" in str(finding.todo)
 

@@ -87,7 +87,10 @@ def test_only_ready_workers_with_the_same_weights_are_seen() -> None:
 
 def test_a_worker_with_other_weights_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     stranger = replace(D0, model_fingerprint=b"other")
-    cluster = Cluster(SimpleNamespace(workers=lambda: (stranger,)), cast(Adapter, SimpleNamespace(fingerprint=b"mine")))
+    cluster = Cluster(
+        SimpleNamespace(workers=lambda: (stranger,)),
+        cast(Adapter, SimpleNamespace(fingerprint=b"mine", modalities=(Modality.IMAGE,))),
+    )
     for _ in range(2):
         cluster.warn_of_strangers([stranger, D1, replace(P0, model_fingerprint=b"mine")])
     assert [record.__dict__["worker_id"] for record in caplog.records] == ["d-0"]
