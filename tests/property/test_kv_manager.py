@@ -92,6 +92,25 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.manager.num_available == 0
         held.num_shared = len(held.pages.path)
 
+    @rule(held=sequences, tokens=st.integers(0, 18))
+    def extend(self, held: Held, tokens: int) -> None:
+        if held not in self.living:
+            return
+        needed = -(-tokens // PAGE) - len(held.pages.pages)
+        before, available, had = self.picture(), self.num_available(), list(held.pages.pages)
+        taken = self.pages_in_hands()
+        if not self.manager.extend(held.pages, tokens):
+            assert needed > available
+            assert self.picture() == before and held.pages.pages == had
+            return
+        assert needed <= available
+        self.forget_evicted()
+        fresh = held.pages.pages[len(had) :]
+        assert len(fresh) == max(needed, 0) and held.pages.pages[: len(had)] == had
+        assert not set(fresh) & (taken | set(self.cached.values()))
+        held.ids += range(1000, 1000 + len(fresh) * PAGE)
+        held.num_tokens = max(held.num_tokens, tokens)
+
     @rule(held=consumes(sequences))
     def finish(self, held: Held) -> None:
         self.share(held, held.num_tokens)
@@ -141,21 +160,27 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(set(record.pages)) == record.num_pages
         assert not set(record.pages) & (taken | set(self.cached.values()))
 
-    @rule(record=grants, writer=st.sampled_from(WRITERS), generation=st.sampled_from([0, 0, 0, 1]))
-    def commit(self, record: GrantRecord, writer: WorkerRef, generation: int) -> None:
+    @rule(target=sequences, record=grants, writer=st.sampled_from(WRITERS), generation=st.sampled_from([0, 0, 0, 1]))
+    def commit(self, record: GrantRecord, writer: WorkerRef, generation: int) -> object:
         is_due = self.state_of(record) is GrantState.BOUND and record.writer == writer and generation == 0
         arguments = (record.ref, record.grant_id, record.generation + generation, record.capability, writer)
         if is_due:
-            assert self.table.commit(*arguments).state is GrantState.COMMITTED
+            pages = self.table.commit(*arguments)
+            assert pages.pages == record.pages and pages.owned == set(record.pages)
+            self.records.remove(record)
+            held = Held(pages, list(range(5, 5 + len(record.pages) * PAGE)), len(record.pages) * PAGE)
+            self.living.append(held)
+            return held
         else:
             with pytest.raises((StaleAttempt, TransferRefused)):
                 self.table.commit(*arguments)
+        return multiple()
 
     @rule(record=grants)
     def release_grant(self, record: GrantRecord) -> None:
         state = self.state_of(record)
         self.table.release(record.grant_id)
-        if state in (GrantState.CREDITED, GrantState.COMMITTED):
+        if state is GrantState.CREDITED:
             self.records.remove(record)
         elif state is GrantState.BOUND:
             assert record.state is GrantState.QUARANTINED
@@ -249,7 +274,7 @@ class PoolMachine(RuleBasedStateMachine):
         by_state = {state: sum(len(r.pages) for r in self.records if r.state is state) for state in GrantState}
         counts = self.manager.counts()
         assert counts["owned"] == sum(len(held.pages.owned) for held in self.living)
-        assert counts["leased"] == by_state[GrantState.BOUND] + by_state[GrantState.COMMITTED]
+        assert counts["leased"] == by_state[GrantState.BOUND]
         assert counts["quarantined"] == by_state[GrantState.QUARANTINED]
         assert len(self.table) == len(self.records)
 

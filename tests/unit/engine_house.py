@@ -66,6 +66,10 @@ class Listener:
         self.reason = reason
         self.ended.set()
 
+    def retracted(self) -> None:
+        self._tell("retracted")
+        self.ended.set()
+
     def failed(self, error: TriptychError) -> None:
         self._tell("failed")
         self.error = error
@@ -116,16 +120,19 @@ class House:
         clock: Clock | None = None,
         row_bytes: int = ROW_BYTES,
         runner: FakeRunner | None = None,
+        host_pages: int = 0,
     ) -> None:
         self.runner = runner or FakeRunner(PAGE)
         self.manager = CacheManager(num_pages, PAGE)
         self.book = SlotAllocator(arena_bytes)
         self.landing = LandingTable(self.book)
         budget = StepBudget(max_tokens, max_chunk, min_partial)
-        limits = EngineLimits(budget, max_sequences, max_waiting, row_bytes)
+        host_pool_bytes = host_pages * self.runner.page_bytes
+        limits = EngineLimits(budget, max_sequences, max_waiting, row_bytes, host_pool_bytes)
         clock = clock or SystemClock()
         self.engine = LanguageEngine(self.runner, self.manager, self.landing, limits, clock, "prefill")
         self.serial = 0
+        self.position_delta: int | None = None  # None: that of the prompt
 
     def new(
         self,
@@ -163,6 +170,7 @@ class House:
         clock = SystemClock()
         ref = AttemptRef(f"req-{self.serial}")
         timelines = Timeline("prefill", "p", clock), Timeline("decode", "p", clock)
+        delta = delta if self.position_delta is None else self.position_delta
         made = Sequence(ref, plan, ids.tolist(), positions, delta, Listener(), *timelines)
         made.num_prompt, made.needs_handoff = len(ids), needs_handoff
         return made
@@ -203,6 +211,7 @@ class House:
         idle = counts["owned"] == counts["leased"] == counts["quarantined"] == 0
         unlocked = all(node.locks == 0 for node in self.manager.tree.nodes())
         arena = len(self.landing) == 0 and self.book.free_bytes == self.book.capacity_bytes
+        arena = arena and self.engine.host_pool_bytes == 0
         return idle and unlocked and arena and not self.engine._living and not self.engine._running
 
 

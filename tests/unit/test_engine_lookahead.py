@@ -16,7 +16,6 @@ from triptych.core.plan import Token
 from triptych.engine import loop, step
 from triptych.engine.loop import missing_items
 from triptych.engine.sequence import Sequence
-from triptych.kv.manager import SequencePages
 from triptych.model.runner import RunSlice
 from triptych.testing.async_runner import AsyncFakeRunner
 
@@ -104,12 +103,11 @@ def test_pages_of_a_grant_are_given_back_after_the_step_that_writes_them() -> No
     pages = yard.manager.bind_credit(7)
     for index, token_id in enumerate([1, 2, 3, 4, 5]):
         yard.runner.cells[pages[index // 4], index % 4] = token_id
-    sequence.pages = SequencePages(b"", pages, [], set(), 0)
+    sequence.pages = yard.manager.own_leased(pages)
     yard.engine.adopt(sequence, Token(0, answer_of(sequence)[0]))
     yard.turn(3)
     yard.engine.abort(sequence.ref, Aborted("enough"))
-    yard.engine.after_step(lambda: yard.manager.free_leased(pages))
-    assert yard.manager.counts()["leased"] == 7
+    assert yard.manager.counts()["owned"] == 7
     yard.check_device()
     yard.turn()
     assert yard.is_clean

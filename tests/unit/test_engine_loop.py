@@ -15,7 +15,6 @@ from tests.unit.engine_house import (
 from triptych.core.lifecycle import Phase
 from triptych.core.plan import EmbeddingSource, FinishReason, Token
 from triptych.engine.loop import missing_items
-from triptych.kv.manager import SequencePages
 
 
 def test_a_prompt_is_admitted_run_and_answered() -> None:
@@ -227,11 +226,11 @@ def test_a_sequence_is_taken_over_after_its_first_token() -> None:
     house = House()
     sequence = house.new([1, 2, 3, 4, 5, 6], max_tokens=5)
     answer = answer_of(sequence)
-    pages = [11, 5]  # a grant's: 10 tokens
+    house.manager.credit(2)
+    pages = house.manager.bind_credit(2)
     for index, value in enumerate([1, 2, 3, 4, 5, 6]):
         house.runner.cells[pages[index // PAGE], index % PAGE] = value
-    pages.append(7)
-    sequence.pages = SequencePages(b"", pages, [], set(), 0)
+    sequence.pages = house.manager.own_leased(pages)
     house.engine.adopt(sequence, Token(0, answer[0]))
     house.finish(sequence)
     assert [token.index for token in heard(sequence).tokens_seen] == [1, 2, 3, 4]

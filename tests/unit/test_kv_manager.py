@@ -8,7 +8,7 @@ from triptych.core.errors import NoRoom, RequestTooLarge, StaleAttempt, Transfer
 from triptych.core.grant import Region
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.kv.allocator import PageAllocator
-from triptych.kv.grants import GrantState, GrantTable
+from triptych.kv.grants import GrantTable
 from triptych.kv.manager import CacheManager, SequencePages
 
 PAGE = 4
@@ -236,8 +236,10 @@ def test_a_commit_must_show_everything_and_a_refused_one_changes_nothing() -> No
     for ref, a_generation, a_capability, writer in wrong:
         with pytest.raises(TransferRefused):
             table.grants.commit(ref, grant_id, a_generation, a_capability, writer)
-    assert table.grants.commit(REF, grant_id, generation, capability, WRITER).state is GrantState.COMMITTED
-    with pytest.raises(TransferRefused):
+    pages = table.grants.commit(REF, grant_id, generation, capability, WRITER)
+    assert pages.owned == set(pages.pages) == {1, 2}
+    assert len(table.grants) == 0
+    with pytest.raises(StaleAttempt):
         table.grants.commit(REF, grant_id, generation, capability, WRITER)
 
 
@@ -274,8 +276,8 @@ def test_a_lost_writer_ends_what_it_owed_and_leaves_what_it_delivered() -> None:
     table.grants.issue(AttemptRef("credit"), 4)
     assert table.grants.writer_lost(OTHER) == []
     assert table.grants.writer_lost(WRITER) == [AttemptRef("owed")]
-    assert table.manager.counts() == {"free": 17, "cached": 0, "owned": 0, "leased": 2, "quarantined": 0}
-    assert len(table.grants) == 2
+    assert table.manager.counts() == {"free": 17, "cached": 0, "owned": 2, "leased": 0, "quarantined": 0}
+    assert len(table.grants) == 1
 
 
 def test_a_writer_that_gives_up_frees_the_pages_and_a_later_release_frees_nothing_more() -> None:

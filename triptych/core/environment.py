@@ -61,6 +61,7 @@ _WORKERS = {
 _VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}
 _LANGUAGE = {
     "chunk_tokens",
+    "host_pool_bytes",
     "kv_pool_bytes",
     "landing_bytes",
     "max_sequences",

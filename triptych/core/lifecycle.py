@@ -3,6 +3,7 @@
 prefill worker:   QUEUED -> ADMITTED -> RUNNING -> HANDING_OFF -> DONE
 decode worker:    GRANTED -> BOUND -> DECODING -> DONE
 both in one:      QUEUED -> ADMITTED -> RUNNING -> DECODING -> DONE
+without pages:    DECODING -> RETRACTED -> DECODING
 anywhere:         -> ABORTED
 """
 
@@ -19,6 +20,7 @@ class Phase(enum.Enum):
     GRANTED = "granted"
     BOUND = "bound"
     DECODING = "decoding"
+    RETRACTED = "retracted"
     DONE = "done"
     ABORTED = "aborted"
 
@@ -32,7 +34,8 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.HANDING_OFF: frozenset({Phase.DONE}),
     Phase.GRANTED: frozenset({Phase.BOUND}),
     Phase.BOUND: frozenset({Phase.DECODING, Phase.DONE}),
-    Phase.DECODING: frozenset({Phase.DONE}),
+    Phase.DECODING: frozenset({Phase.RETRACTED, Phase.DONE}),
+    Phase.RETRACTED: frozenset({Phase.DECODING}),
     Phase.DONE: frozenset(),
     Phase.ABORTED: frozenset(),
 }

@@ -27,6 +27,7 @@ from triptych.engine.gauges import publish
 from triptych.engine.handoff import push_pages
 from triptych.engine.inbox import Inbox
 from triptych.engine.landing import LandingTable
+from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Handoff, PendingItem, Sequence
 from triptych.engine.step import Piece, Step, build_pieces
@@ -36,6 +37,7 @@ from triptych.model.runner import LanguageRunner, RunOutput
 from triptych.obs import metrics
 from triptych.sched.admission import AdmissionQueue, Ticket
 from triptych.sched.language import SequenceView, StepBudget, plan_step
+from triptych.sched.retraction import most_junior
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +61,14 @@ class LogitsObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """`row_bytes` is one embedding row, all its levels; `max_sequences` bounds those that hold a reservation."""
+    """`row_bytes` is one embedding row, all its levels; `max_sequences` bounds those that hold a reservation,
+    `host_pool_bytes` the KV of those that had to give theirs up."""
 
     budget: StepBudget
     max_sequences: int
     max_waiting: int
     row_bytes: int
+    host_pool_bytes: int = 0
 
 
 class LanguageEngine:
@@ -92,6 +96,9 @@ class LanguageEngine:
         self._living: dict[AttemptRef, Sequence] = {}
         self._running: list[Sequence] = []
         self._residency = Residency(manager, landing, limits.row_bytes)
+        self._parking = Parking(runner, manager, self._residency, limits.host_pool_bytes)
+        self._to_retract: dict[AttemptRef, Callable[[Sequence], None]] = {}
+        self._num_arrived = 0
         self._under_way: Step | None = None
         self._stopping = False
         self._num_failed_turns = 0
@@ -141,7 +148,7 @@ class LanguageEngine:
             sequence.phase = advance(sequence.phase, Phase.ABORTED)
             sequence.sink.failed(error)
             return
-        self._living[sequence.ref] = sequence
+        self._arrived(sequence)
         self._waiting.push(sequence, Ticket(sequence.num_prompt, sequence.queued_ns, sequence.plan.priority))
 
     def adopt(self, sequence: Sequence, token: Token) -> None:
@@ -151,7 +158,7 @@ class LanguageEngine:
         sequence.num_computed = sequence.num_launched = sequence.num_prompt
         sequence.num_sampled = token.index + 1
         sequence.ids.append(token.id)
-        self._living[sequence.ref] = sequence
+        self._arrived(sequence)
         self._running.append(sequence)
 
     def bound(self, ref: AttemptRef, handoff: Handoff) -> None:
@@ -190,6 +197,20 @@ class LanguageEngine:
         self._drop(sequence, Phase.ABORTED)
         sequence.sink.failed(error)
 
+    def retract(self, ref: AttemptRef) -> bool:
+        """Takes the pages of a sequence that decodes before the next step is launched: its KV waits on the host (if
+        that is full, the router must replay it) until there is room again. False when no such sequence decodes here."""
+        return self._ask_back(ref, self._retract)
+
+    def retract_for_replay(self, ref: AttemptRef) -> bool:
+        """As `retract`, but nothing of it stays here: the router must replay it."""
+        return self._ask_back(ref, self._give_back)
+
+    def check_open(self) -> None:
+        """Raises NoRoom while somebody waits for the pages that were taken from it: no new grant then."""
+        if len(self._parking):
+            raise NoRoom("answers that made room for others come back first")
+
     def after_step(self, action: Callable[[], None]) -> None:
         """Runs `action` once no step is under way that was launched before: what a sequence had may still be written
         until then."""
@@ -204,6 +225,15 @@ class LanguageEngine:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_decoding(self) -> int:
+        return sum(sequence.phase is Phase.DECODING for sequence in self._running)
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """Bytes of KV that wait on the host."""
+        return self._parking.num_bytes
 
     def _loop(self) -> None:
         while not self._stopping:
@@ -231,7 +261,11 @@ class LanguageEngine:
         self._stop()
 
     def _turn(self) -> None:
-        self._admit()
+        is_short = self._make_room()
+        self._return()
+        has_retracted = self._retract_asked()
+        if not is_short and not len(self._parking):
+            self._admit()
         before = self._under_way
         launched = self._launch(self._plan(), before)
         if self._runner.lookahead == 0:
@@ -240,22 +274,100 @@ class LanguageEngine:
         if before is not None:
             self._land(before)
         publish(self._stage, self.manager, self.landing, self._running, len(self._waiting))
-        is_idle = before is None and launched is None
+        metrics.DECODE_RETRACTED.set(len(self._parking))
+        is_idle = before is None and launched is None and not has_retracted
         self._inbox.run_waiting(timeout_s=IDLE_WAIT_S if is_idle else 0)
 
     def _admit(self) -> None:
         room = self.limits.max_sequences - len(self._running)
-        for sequence in self._waiting.admit(self._residency.reserve, room, self._clock.monotonic_ns()):
+        reserve = partial(self._residency.reserve, spare_pages=self.num_decoding)
+        for sequence in self._waiting.admit(reserve, room, self._clock.monotonic_ns()):
             sequence.phase = advance(advance(sequence.phase, Phase.ADMITTED), Phase.RUNNING)
             sequence.timeline.add("queue", sequence.queued_ns)
             self._running.append(sequence)
             assert sequence.pages is not None
             sequence.sink.admitted(sequence.pages.cached_tokens)
 
-    def _plan(self) -> list[tuple[Sequence, int]]:
-        """Which sequences run next, and how many tokens of each."""
+    def _make_room(self) -> bool:
+        """Everyone that decodes gets the page for its next token, if need be from the most junior among them. True when
+        somebody has to wait for what those hold that do not decode yet."""
+        while self._grow():
+            decoding = [sequence for sequence in self._running if sequence.phase is Phase.DECODING]
+            junior = most_junior([sequence.standing for sequence in decoding])
+            if junior is None:
+                return True
+            if self._under_way is not None:
+                self._settle()  # what it names cannot be moved, and it may end somebody
+            else:
+                self._retract(decoding[junior])
+        return False
+
+    def _grow(self) -> list[Sequence]:
+        """Those whose next token has no page; the most senior get what there is."""
+        tokens = self.manager.page_tokens
+        needy = [each for each in self._running if each.may_decode and not each.has_room(tokens)]
+        needy.sort(key=lambda sequence: sequence.standing.seniority)
+        return [sequence for sequence in needy if not self._residency.grow(sequence)]
+
+    def _return(self) -> None:
+        """Those that gave up their pages come back, in order of seniority, when there is room."""
         now_ns = self._clock.monotonic_ns()
-        ready = [sequence for sequence in self._running if not sequence.is_awaiting_sample or sequence.can_run_ahead]
+        while len(self._running) < self.limits.max_sequences:
+            sequence = self._parking.unpark(self.num_decoding)
+            if sequence is None:
+                return
+            sequence.phase, sequence.ran_ns = advance(sequence.phase, Phase.DECODING), now_ns
+            self._running.append(sequence)
+
+    def _ask_back(self, ref: AttemptRef, retract: Callable[[Sequence], None]) -> bool:
+        sequence = self._living.get(ref)
+        if sequence is None or sequence.phase is not Phase.DECODING:
+            return False
+        self._to_retract[ref] = retract
+        return True
+
+    def _retract_asked(self) -> bool:
+        """True when somebody was retracted because it was asked for."""
+        asked, self._to_retract = self._to_retract, {}
+        if asked and self._under_way is not None:
+            self._settle()
+        found = [(self._living.get(ref), retract) for ref, retract in asked.items()]
+        living = [(each, retract) for each, retract in found if each is not None and each.phase is Phase.DECODING]
+        for sequence, retract in living:
+            retract(sequence)
+        return bool(living)
+
+    def _retract(self, sequence: Sequence) -> None:
+        """Its KV waits on the host, or if that is full, it must be replayed. No step is under way that names it."""
+        if not self._parking.park(sequence, self._clock.monotonic_ns()):
+            self._give_back(sequence)
+            return
+        metrics.RETRACTIONS.labels("host_pool").inc()
+        sequence.num_parked += 1
+        sequence.phase = advance(sequence.phase, Phase.RETRACTED)
+        self._running = [other for other in self._running if other is not sequence]
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """The router replays it. What others may use of its KV stays in the cache: the replay too may find it there."""
+        metrics.RETRACTIONS.labels("replay").inc()
+        self._residency.answered(sequence)
+        self._drop(sequence, Phase.ABORTED)
+        sequence.sink.retracted()
+
+    def _settle(self) -> None:
+        """Waits for the step under way and applies it: nothing is named by any step then."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            self._land(step)
+
+    def _plan(self) -> list[tuple[Sequence, int]]:
+        """Which sequences run next, and how many tokens of each. Who waits for a page is not among them."""
+        now_ns, tokens = self._clock.monotonic_ns(), self.manager.page_tokens
+        ready = [
+            each
+            for each in self._running
+            if (not each.is_awaiting_sample or each.can_run_ahead) and each.has_room(tokens)
+        ]
         planned = plan_step([_view(sequence, now_ns) for sequence in ready], self.limits.budget)
         return [(ready[piece.index], piece.count) for piece in planned]
 
@@ -351,6 +463,7 @@ class LanguageEngine:
     def _drop(self, sequence: Sequence, phase: Phase) -> None:
         sequence.phase = advance(sequence.phase, phase)
         del self._living[sequence.ref]
+        self._parking.forget(sequence)
         if not self._waiting.remove(sequence):
             self._running = [other for other in self._running if other is not sequence]
         release = partial(self._residency.release, sequence)
@@ -358,6 +471,11 @@ class LanguageEngine:
             self._under_way.afterwards.append(release)
         else:
             release()
+
+    def _arrived(self, sequence: Sequence) -> None:
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
+        self._living[sequence.ref] = sequence
 
     def _stop(self) -> None:
         for sequence in list(self._living.values()):

@@ -11,6 +11,7 @@ from triptych.engine.landing import LandingTable
 from triptych.engine.sequence import PendingItem, Sequence
 from triptych.kv.manager import CacheManager
 from triptych.obs import metrics
+from triptych.sched.retraction import tokens_to_hold
 
 
 class Residency:
@@ -23,7 +24,7 @@ class Residency:
 
     def check_fits(self, sequence: Sequence) -> None:
         """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room."""
-        num_tokens, manager = self._tokens_to_hold(sequence), self._manager
+        num_tokens, manager = self._most_tokens(sequence), self._manager
         if manager.pages_for(num_tokens) > manager.num_usable:
             raise RequestTooLarge(
                 f"the request needs KV room for {num_tokens} tokens; a worker holds "
@@ -32,8 +33,9 @@ class Residency:
         if not self._landing.can_ever_hold([self._slot_bytes(item) for item in sequence.plan.items]):
             raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
 
-    def reserve(self, sequence: Sequence) -> bool:
-        """All uncached pages and the landing room of all missing items, or nothing.
+    def reserve(self, sequence: Sequence, spare_pages: int = 0) -> bool:
+        """All uncached pages (and `spare_pages` left for those that decode) and the landing room of all missing items,
+        or nothing.
 
         Landing room comes first: it is given back without loss, while room for pages may cost cached ones.
         """
@@ -42,7 +44,7 @@ class Residency:
         missing = {i: self._slot_bytes(p.item) for i, p in enumerate(items) if p.item.end > cached_tokens}
         if not self._landing.try_reserve(sequence.ref, missing):
             return False
-        pages = self._manager.reserve(salt, sequence.ids, self._tokens_to_hold(sequence))
+        pages = self._manager.reserve(salt, sequence.ids, self._tokens_to_hold(sequence), spare_pages)
         if pages is None:
             self._landing.abandon(sequence.ref)
             return False
@@ -71,6 +73,24 @@ class Residency:
         if not sequence.is_adopted:
             self._share(sequence)
 
+    def grow(self, sequence: Sequence) -> bool:
+        """Room for the sequence's next token. False when no page is left."""
+        return sequence.pages is not None and self._manager.extend(sequence.pages, sequence.num_launched + 1)
+
+    def vacate(self, sequence: Sequence) -> None:
+        """The sequence goes on later: its pages serve whoever needs them. What others may use stays cached until
+        then."""
+        assert sequence.pages is not None
+        self.answered(sequence)
+        self._manager.release(sequence.pages)
+        sequence.pages = None
+
+    def return_to(self, sequence: Sequence, spare_pages: int) -> bool:
+        """Pages again, after `vacate`: those of the cached prefix hold its KV, the others are blank."""
+        salt, num_tokens = sequence.plan.cache_salt, self._tokens_to_hold(sequence)
+        sequence.pages = self._manager.reserve(salt, sequence.ids, num_tokens, spare_pages)
+        return sequence.pages is not None
+
     def release(self, sequence: Sequence) -> None:
         """No step that runs or will run names the sequence."""
         self._landing.abandon(sequence.ref)
@@ -82,9 +102,16 @@ class Residency:
             self._manager.share(sequence.pages, sequence.ids, sequence.num_computed)
 
     def _tokens_to_hold(self, sequence: Sequence) -> int:
-        """The prompt, and the answer's room when it is decoded here (the last token's KV is never needed)."""
+        """What is known, and when the answer is decoded here some of what is to come."""
         if sequence.needs_handoff:
-            return sequence.num_prompt
+            return self._most_tokens(sequence)
+        retractions = sequence.standing.num_retractions
+        return tokens_to_hold(len(sequence.ids), self._most_tokens(sequence), retractions, self._manager.page_tokens)
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """The prompt, and the longest answer when it is decoded here (the last token's KV is never needed)."""
+        if sequence.needs_handoff:
+            return len(sequence.ids)
         return sequence.num_prompt + sequence.plan.sampling.max_tokens - 1
 
     def _slot_bytes(self, item: Item) -> int:

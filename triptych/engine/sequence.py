@@ -19,16 +19,19 @@ from triptych.kv.manager import SequencePages
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE
 from triptych.model.sampler import SampleRow, TokenHistory
+from triptych.sched.retraction import Standing
 
 
 class SequenceSink(Protocol):
-    """Hears of a sequence from the engine's thread; must not block. After `finished` or `failed` it hears no more."""
+    """Hears of a sequence from the engine's thread; must not block. After `finished`, `retracted` (it lost its place
+    and must be replayed) or `failed` it hears no more."""
 
     def admitted(self, cached_tokens: int) -> None: ...
     def tokens(self, tokens: SequenceOf[Token]) -> None: ...
     def handed_off(self, num_bytes: int) -> None: ...
     def decoding(self) -> None: ...
     def finished(self, reason: FinishReason) -> None: ...
+    def retracted(self) -> None: ...
     def failed(self, error: TriptychError) -> None: ...
 
 
@@ -62,12 +65,14 @@ class Sequence:
         ids: prompt (sentinels at embedding rows), then what was sampled.
         positions: int64 (axes, prompt_tokens); `position_delta` extends it.
         timeline, decode_timeline: what was done for the prompt, and for the answer.
-        is_adopted: its pages are a grant's, written by another worker; this engine neither shares nor frees them.
+        is_adopted: its prompt was prefilled by another worker; its pages are not shared.
         needs_handoff: its KV goes to another worker after the first token.
         handoff: where to, once the pages are bound. Nothing runs before.
         num_computed: tokens whose KV is written here; `num_pushed_pages` of them are written there.
         num_launched: those, and the tokens of the steps under way.
         num_sampled: tokens of the answer so far, wherever they were sampled.
+        num_parked: how often its KV had to wait on the host.
+        arrival: counts the sequences of this engine.
         queued_ns, ran_ns: when it was submitted, and when the last step that it was in began.
         prompt_vocabulary: the ids that the prompt holds, once each, without sentinels; made when penalties first ask.
     """
@@ -92,6 +97,8 @@ class Sequence:
     num_sampled: int = 0
     num_pushed_pages: int = 0
     num_pushed_bytes: int = 0
+    num_parked: int = 0
+    arrival: int = 0
     queued_ns: int = 0
     ran_ns: int = 0
     prompt_vocabulary: IdArray | None = None
@@ -108,6 +115,11 @@ class Sequence:
         return self.num_prompt
 
     @property
+    def standing(self) -> Standing:
+        """Its place among those that decode."""
+        return Standing(self.plan.priority, self.num_parked, 0, self.arrival)
+
+    @property
     def is_awaiting_sample(self) -> bool:
         """The step under way chooses the token that comes next."""
         return self.num_launched >= len(self.ids)
@@ -118,6 +130,17 @@ class Sequence:
         look at it, when it ends the answer for certain, or when another worker goes on."""
         is_last = self.num_sampled + 1 >= self.plan.sampling.max_tokens
         return not (is_last or self.needs_handoff or self.plan.sampling.has_penalties)
+
+    @property
+    def may_decode(self) -> bool:
+        """It adds one token to the next step, if it has room."""
+        if self.phase is not Phase.DECODING and not self.is_awaiting_sample:
+            return False
+        return not self.is_awaiting_sample or self.can_run_ahead
+
+    def has_room(self, page_tokens: int) -> bool:
+        """For its next token."""
+        return self.pages is not None and self.num_launched < len(self.pages.pages) * page_tokens
 
     def slice_ids(self, count: int) -> IdArray:
         """The next `count` ids to launch, int64; 0 where a sample is awaited."""

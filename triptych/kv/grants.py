@@ -1,6 +1,6 @@
 """Grants of a decode worker: a counted credit first, pages once prefill is about to start.
 
-    CREDITED ── bind ──► BOUND ── commit ──► COMMITTED ── release ──► gone
+    CREDITED ── bind ──► BOUND ── commit ──► gone: the pages are the sequence's own
         │                  │
         └── release ► gone └── release ──► QUARANTINED ── writer confirmed or dead ──► gone
 
@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from triptych.core.errors import NoRoom, RequestTooLarge, StaleAttempt, TransferRefused
 from triptych.core.grant import Grant, GroupRegions, regions_of
 from triptych.core.ids import AttemptRef, WorkerRef, new_capability, new_grant_id
-from triptych.kv.manager import CacheManager
+from triptych.kv.manager import CacheManager, SequencePages
 
 
 class GrantState(enum.Enum):
     CREDITED = "credited"
     BOUND = "bound"
-    COMMITTED = "committed"
     QUARANTINED = "quarantined"
 
 
@@ -52,15 +51,16 @@ class GrantTable:
     def __len__(self) -> int:
         return len(self._records)
 
-    def issue(self, ref: AttemptRef, num_tokens: int) -> GrantRecord:
-        """A credit for `num_tokens` tokens. Raises RequestTooLarge (never fits) or NoRoom (not now)."""
+    def issue(self, ref: AttemptRef, num_tokens: int, spare_pages: int = 0) -> GrantRecord:
+        """A credit for `num_tokens` tokens, which leaves `spare_pages` to those that decode. Raises RequestTooLarge
+        (never fits) or NoRoom (not now)."""
         num_pages = self._manager.pages_for(num_tokens)
         if num_pages > self._manager.num_usable:
             raise RequestTooLarge(
                 f"prompt and answer need {num_tokens} tokens of KV; a decode worker holds "
                 f"{self._manager.num_usable * self._manager.page_tokens}. Shorten the prompt or lower max_tokens"
             )
-        if not self._manager.credit(num_pages):
+        if not self._manager.credit(num_pages, spare_pages):
             raise NoRoom("the decode worker has no room for this request right now")
         self._generation += 1
         record = GrantRecord(new_grant_id(), ref, num_pages, new_capability(), self._generation)
@@ -78,13 +78,14 @@ class GrantTable:
 
     def commit(
         self, ref: AttemptRef, grant_id: str, generation: int, capability: bytes, writer: WorkerRef
-    ) -> GrantRecord:
-        """The KV is complete. Raises StaleAttempt or TransferRefused, and then changes nothing."""
+    ) -> SequencePages:
+        """The KV is complete: the grant ends and its pages are the sequence's own. Raises StaleAttempt or
+        TransferRefused, and then changes nothing."""
         record = self._checked(ref, grant_id, capability)
         if record.state is not GrantState.BOUND or record.generation != generation or record.writer != writer:
             raise TransferRefused("this grant does not expect that commit")
-        record.state = GrantState.COMMITTED
-        return record
+        del self._records[grant_id]
+        return self._manager.own_leased(record.pages)
 
     def release(self, grant_id: str) -> None:
         """The request ended here. Pages that a peer may still write to are quarantined. Unknown ids are ignored: the
@@ -97,10 +98,7 @@ class GrantTable:
             record.state = GrantState.QUARANTINED
             return
         del self._records[grant_id]
-        if record.state is GrantState.CREDITED:
-            self._manager.cancel_credit(record.num_pages)
-        else:
-            self._manager.free_leased(record.pages)
+        self._manager.cancel_credit(record.num_pages)
 
     def writer_finished(self, ref: AttemptRef, grant_id: str | None, writer: WorkerRef) -> None:
         """The writer says that it will not touch the pages of this grant (None: of all of the attempt's) again."""
@@ -133,7 +131,7 @@ class GrantTable:
         if record.state is GrantState.QUARANTINED:
             self._manager.free_quarantined(record.pages)
             del self._records[record.grant_id]
-        elif record.state is GrantState.BOUND:
+        else:
             self._manager.free_leased(record.pages)
             del self._records[record.grant_id]
 

@@ -4,8 +4,9 @@ Every page is in exactly one place:
 
     free          in the allocator
     cached        in the tree (locked or not)
-    owned         private to a sequence (its partial tail, a duplicate, or room for tokens to come)
-    leased        bound to a grant, being written by a prefill worker or read by the local decode
+    owned         private to a sequence (its partial tail, a duplicate, room for tokens to come, or what was leased
+                  until its KV was complete)
+    leased        bound to a grant, being written by a prefill worker
     quarantined   its grant ended, but a peer may still write to it
 
 and  free + cached + owned + leased + quarantined = usable pages, always (`check_integrity`).
@@ -84,18 +85,29 @@ class CacheManager:
         """Prompt tokens that the cache holds, whole pages, never the last token (its logits are needed)."""
         return len(self.tree.match(root, ids, len(ids) - 1)) * self.page_tokens
 
-    def reserve(self, root: bytes, ids: Sequence[int], num_tokens: int) -> SequencePages | None:
+    def reserve(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> SequencePages | None:
         """Pages for `num_tokens` tokens that start with `ids`: the cached prefix is locked, the rest is the sequence's
-        own. All or nothing: None changes nothing."""
+        own. At least `spare_pages` stay available to others. All or nothing: None changes nothing."""
         path = self.tree.match(root, ids, len(ids) - 1)
         needed = self.pages_for(num_tokens) - len(path)
-        if needed > self.num_available - sum(node.locks == 0 for node in path):
+        if needed + spare_pages > self.num_available - sum(node.locks == 0 for node in path):
             return None
         self.tree.lock(path)
         fresh = self._take(needed)
         self._num_owned += needed
         cached_tokens = len(path) * self.page_tokens
         return SequencePages(root, [node.page for node in path] + fresh, path, set(fresh), cached_tokens)
+
+    def extend(self, sequence: SequencePages, num_tokens: int) -> bool:
+        """Further pages, until the sequence has room for `num_tokens` tokens. All or nothing: False changes nothing."""
+        needed = self.pages_for(num_tokens) - len(sequence.pages)
+        if needed > self.num_available:
+            return False
+        fresh = self._take(max(needed, 0))
+        sequence.pages += fresh
+        sequence.owned.update(fresh)
+        self._num_owned += len(fresh)
+        return True
 
     def share(self, sequence: SequencePages, ids: Sequence[int], num_written: int) -> None:
         """Puts the sequence's full, written pages into the tree, so that others may use them from now on.
@@ -125,9 +137,9 @@ class CacheManager:
         self._allocator.free(sequence.owned)
         self._num_owned -= len(sequence.owned)
 
-    def credit(self, num_pages: int) -> bool:
-        """Promises pages without naming them. False when they are not there."""
-        if num_pages > self.num_available:
+    def credit(self, num_pages: int, spare_pages: int = 0) -> bool:
+        """Promises pages without naming them. False when they are not there, with `spare_pages` left for others."""
+        if num_pages + spare_pages > self.num_available:
             return False
         self._num_credited += num_pages
         return True
@@ -141,6 +153,12 @@ class CacheManager:
         self.cancel_credit(num_pages)
         self._num_leased += num_pages
         return self._take(num_pages)
+
+    def own_leased(self, pages: Sequence[int]) -> SequencePages:
+        """Nobody writes to these pages from outside any more: they are a sequence's own from now on."""
+        self._num_leased -= len(pages)
+        self._num_owned += len(pages)
+        return SequencePages(b"", list(pages), [], set(pages), 0)
 
     def free_leased(self, pages: Sequence[int]) -> None:
         self._num_leased -= len(pages)

@@ -97,6 +97,20 @@ class LanguageRunner:
         self.page_tokens = page_tokens
         self._lookup_id = lookup_id
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.pool[:, :, 0].nbytes
+
+    def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy on the host of what the launches before this wrote to those pages: (layers, 2, pages, page_tokens,
+        kv_heads, head_dim)."""
+        return self.pool[:, :, torch.tensor(pages, device=self.pool.device)].cpu()
+
+    def load_pages(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
+        """Writes what `save_pages` gave (or some pages of it) to other pages, before any later launch."""
+        self.pool[:, :, torch.tensor(pages, device=self.pool.device)] = saved.to(self.pool.device)
+
     def launch(self, slices: Sequence[RunSlice]) -> Flight:
         """Starts one forward pass over what the launches before it wrote. Raises as `run` does, here or in `wait`."""
         return Landed(self.run(slices))

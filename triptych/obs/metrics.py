@@ -106,6 +106,9 @@ DECODE_TOKENS = Counter("triptych_decode_tokens_total", "Tokens sampled by decod
 DECODE_RUNNING = Gauge("triptych_decode_running_sequences", "Sequences in the decode batch")
 DECODE_WAITING_KV = Gauge("triptych_decode_waiting_kv_sequences", "Granted sequences whose KV has not come yet")
 GRANTS = Counter("triptych_grants_total", "Answers to requests for KV room", ("result",))
+RETRACTIONS = Counter("triptych_retractions_total", "Answers that lost their KV pages to others", ("way",))
+DECODE_RETRACTED = Gauge("triptych_decode_retracted_sequences", "Sequences whose KV waits on the host for pages")
+HOST_POOL_BYTES = Gauge("triptych_host_pool_bytes", "Bytes of KV that wait on the host")
 KV_PAGES = Gauge("triptych_kv_pages", "Pages of the KV pool", ("state",))
 
 # --- common -----------------------------------------------------------------------------------------------------------

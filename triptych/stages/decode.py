@@ -27,13 +27,13 @@ from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
 from triptych.kv.grants import GrantRecord, GrantTable
-from triptych.kv.manager import SequencePages
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
 from triptych.rpc import convert
 from triptych.rpc.errors import AbortOnError
+from triptych.sched.retraction import tokens_to_hold
 from triptych.stages.attempts import AttemptFence
-from triptych.stages.events import EventStream, Finished, Sampled
+from triptych.stages.events import EventStream, Finished, Retracted, Sampled
 from triptych.stages.prefill import LocalAnswer
 from triptych.stages.sequences import check_plan, new_sequence
 from triptych.stages.tasks import Background, on_engine
@@ -177,11 +177,9 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
     async def _open(self, ref: AttemptRef, plan: Plan) -> Answer:
         parts = self._parts
         opened_ns = parts.clock.monotonic_ns()
-        num_tokens = 0 if parts.is_local else plan.num_total_tokens - 1
         try:
-            if parts.is_local:
-                self._check_local(plan)
-            record = await self._issue(ref, num_tokens)
+            self._check_fits(plan)
+            record = await self._issue(partial(self._grant, ref, plan))
         except (NoRoom, RequestTooLarge) as error:
             metrics.GRANTS.labels(error.code.replace("request_", "")).inc()
             raise
@@ -194,10 +192,21 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         self._wait_for_kv(ref)
         return answer
 
-    async def _issue(self, ref: AttemptRef, num_tokens: int) -> GrantRecord:
+    def _grant(self, ref: AttemptRef, plan: Plan) -> GrantRecord:
+        """On the engine's thread: room for the prompt and some of the answer, with a page left for each that decodes.
+        Where the prompt is prefilled too, room is found there, all at once."""
+        engine, grants = self._parts.engine, self._parts.grants
+        if self._parts.is_local:
+            return grants.issue(ref, 0)
+        engine.check_open()
+        num_known, num_most = plan.num_prompt_tokens, plan.num_total_tokens - 1
+        num_tokens = tokens_to_hold(num_known, num_most, 0, engine.manager.page_tokens)
+        return grants.issue(ref, num_tokens, engine.num_decoding)
+
+    async def _issue(self, issue: Callable[[], GrantRecord]) -> GrantRecord:
         """A credit. Given back when the call is cancelled before it hears of it."""
         engine, grants = self._parts.engine, self._parts.grants
-        issued = engine.call(partial(grants.issue, ref, num_tokens))
+        issued = engine.call(issue)
 
         async def give_back() -> None:
             with suppress(NoRoom, RequestTooLarge, Aborted):  # then there is nothing to give back
@@ -218,16 +227,16 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         self._without_kv.discard(ref)
         metrics.DECODE_WAITING_KV.set(len(self._without_kv))
 
-    def _check_local(self, plan: Plan) -> None:
-        """Room is found by the prefill half, all at once; here only what waits is bounded, and what no empty pool could
-        hold is refused while the router can still ask another worker."""
+    def _check_fits(self, plan: Plan) -> None:
+        """What no empty pool could hold is refused, while the router can still ask another worker; and where the
+        prefill half finds the room, what waits for it is bounded."""
         manager = self._parts.engine.manager
         if manager.pages_for(plan.num_total_tokens - 1) > manager.num_usable:
             raise RequestTooLarge(
-                f"prompt and answer need {plan.num_total_tokens - 1} tokens of KV; this worker holds "
+                f"prompt and answer need {plan.num_total_tokens - 1} tokens of KV; a decode worker holds "
                 f"{manager.num_usable * manager.page_tokens}. Shorten the prompt or lower max_tokens"
             )
-        if len(self._answers) >= self._parts.engine.limits.max_waiting:
+        if self._parts.is_local and len(self._answers) >= self._parts.engine.limits.max_waiting:
             raise NoRoom("this worker's queue is full right now")
 
     def _adopt(
@@ -246,10 +255,13 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         sequence = new_sequence(ref, answer.plan, parts.adapter, answer.stream, answer.timeline, answer.timeline)
         if sequence.position_delta != position_delta:
             raise TransferRefused("prefill and decode do not agree on the prompt's positions")
-        record = parts.grants.commit(ref, grant_id, generation, capability, peer)
-        if parts.land_pages is not None:
-            parts.land_pages(record.pages)
-        sequence.pages = SequencePages(b"", record.pages, [], set(), 0)
+        sequence.pages = parts.grants.commit(ref, grant_id, generation, capability, peer)
+        try:
+            if parts.land_pages is not None:
+                parts.land_pages(sequence.pages.pages)
+        except BaseException:
+            parts.engine.manager.release(sequence.pages)
+            raise
         parts.engine.adopt(sequence, first_token)
 
     async def _close(self, ref: AttemptRef, answer: Answer) -> None:
@@ -274,6 +286,9 @@ async def _responses(answer: Answer) -> AsyncIterator[pb.GenerateResponse]:
             num_tokens = batch[-1].index + 1
             yield pb.GenerateResponse(tokens=pb.TokenBatch(tokens=[convert.token_to_proto(token) for token in batch]))
         for event in events:
+            if isinstance(event, Retracted):
+                yield pb.GenerateResponse(retracted=pb.Retracted(num_tokens=num_tokens))
+                return
             if isinstance(event, Finished):
                 answer.timeline.add("finish", answer.opened_ns, num_tokens=num_tokens)
                 yield pb.GenerateResponse(generate_done=_done(answer, event.reason, num_tokens))

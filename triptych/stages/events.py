@@ -38,7 +38,12 @@ class Finished:
     reason: FinishReason
 
 
-Event = Admitted | Sampled | HandedOff | Decoding | Finished
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    """It lost its place: the router replays it."""
+
+
+Event = Admitted | Sampled | HandedOff | Decoding | Finished | Retracted
 
 
 class EventStream:
@@ -82,6 +87,9 @@ class EventStream:
     def finished(self, reason: FinishReason) -> None:
         self._put(Finished(reason))
 
+    def retracted(self) -> None:
+        self._put(Retracted())
+
     def failed(self, error: TriptychError) -> None:
         self._put(error)
 
@@ -118,6 +126,9 @@ class SplitStream:
 
     def finished(self, reason: FinishReason) -> None:
         self._current.finished(reason)
+
+    def retracted(self) -> None:
+        self._current.retracted()
 
     def failed(self, error: TriptychError) -> None:
         self._prefill.failed(error)

@@ -80,6 +80,7 @@ def build_engine(
         max_sequences=settings.max_sequences,
         max_waiting=settings.max_waiting,
         row_bytes=adapter.row_elements * compute.dtype.itemsize,
+        host_pool_bytes=settings.host_pool_bytes,
     )
     manager = CacheManager(pool.shape[2], settings.page_tokens)
     return LanguageEngine(runner, manager, LandingTable(slots), limits, clock, stage, observer)

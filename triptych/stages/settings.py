@@ -66,6 +66,14 @@ class LanguageSettings:
     """What a worker with a language model adds."""
 
     kv_pool_bytes: int = field(default=256 << 20, metadata={"help": "KV pool, in bytes", "min": 1, "max": _MAX_BYTES})
+    host_pool_bytes: int = field(
+        default=256 << 20,
+        metadata={
+            "help": "host memory for the KV of answers that make room for others, in bytes; 0: they are replayed",
+            "min": 0,
+            "max": _MAX_BYTES,
+        },
+    )
     page_tokens: int = field(default=16, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
     chunk_tokens: int = field(default=512, metadata={"help": "longest prefill chunk, in tokens", "min": 1})
     step_tokens: int = field(default=1024, metadata={"help": "token budget of a step", "min": 1})

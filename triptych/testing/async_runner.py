@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from triptych.model.runner import LanguageRunner, RunOutput, RunSlice
 from triptych.testing.fake_runner import FakeRunner
@@ -41,6 +42,14 @@ class AsyncFakeRunner(FakeRunner):
         if self._dice.random() < 0.5:
             self.compute_until(flight)
         return flight
+
+    def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        assert not self.pages_under_way() & set(pages), "pages are copied while a step may still write to them"
+        return super().save_pages(pages)
+
+    def load_pages(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
+        assert not self.pages_under_way() & set(pages), "pages are written while a step may still read them"
+        super().load_pages(saved, pages)
 
     def pages_under_way(self) -> set[int]:
         """Pages that a launched step may read or write still."""
@@ -99,6 +108,16 @@ class ThreadedRunner:
 
     def launch(self, slices: Sequence[RunSlice]) -> ThreadedFlight:
         return ThreadedFlight(self._device.submit(self._compute, list(slices)))
+
+    @property
+    def page_bytes(self) -> int:
+        return self._runner.page_bytes
+
+    def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        return self._device.submit(self._runner.save_pages, pages).result()
+
+    def load_pages(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
+        self._device.submit(self._runner.load_pages, saved, pages).result()
 
     def close(self) -> None:
         self._device.shutdown()

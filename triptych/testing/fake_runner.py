@@ -67,6 +67,20 @@ class FakeRunner(LanguageRunner):
         num_sampled = sum(token is not None for token in tokens)
         return RunOutput(tokens, torch.zeros(num_sampled, 1) if num_sampled else None, [None] * num_sampled)
 
+    @property
+    def page_bytes(self) -> int:
+        return 8 * self.page_tokens
+
+    def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """(1, 1, pages, page_tokens) float64; a cell that was never written is not a number."""
+        rows = [[self.cells.get((page, offset), float("nan")) for offset in range(self.page_tokens)] for page in pages]
+        return torch.tensor([[rows]], dtype=torch.float64)
+
+    def load_pages(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
+        for page, row in zip(pages, saved[0, 0].tolist(), strict=True):
+            for offset, value in enumerate(row):
+                self.cells[page, offset] = value
+
     def _write(self, piece: RunSlice) -> None:
         values: list[Any] = piece.ids.tolist()
         for span in piece.embeddings:

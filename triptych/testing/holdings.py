@@ -24,6 +24,8 @@ _GAUGES = (
     metrics.PREFILL_RUNNING,
     metrics.DECODE_RUNNING,
     metrics.DECODE_WAITING_KV,
+    metrics.DECODE_RETRACTED,
+    metrics.HOST_POOL_BYTES,
     *(metrics.KV_PAGES.labels(state) for state in ("owned", "leased", "quarantined")),
     *(metrics.LANDING_BYTES.labels(state) for state in ("owned", "quarantined")),
 )
@@ -75,6 +77,7 @@ def _engine_holdings(worker: Worker) -> dict[str, object]:
         "grants": len(grants),
         "slots": len(engine.landing),
         "sequences": _num_sequences(engine),
+        "host pool": engine.host_pool_bytes,
     }
 
 
