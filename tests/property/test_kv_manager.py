@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         fresh = held.pages.pages[len(had) :]
         assert len(fresh) == max(needed, 0) and held.pages.pages[: len(had)] == had
         assert not set(fresh) & (taken | set(self.cached.values()))
-        held.ids += range(1000, 1000 + len(fresh) * PAGE)
+        held.ids += range(1000 + len(held.ids), 1000 + tokens)
         held.num_tokens = max(held.num_tokens, tokens)
 
     @rule(held=consumes(sequences))
