@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from PIL import Image
 
 from triptych.core.clock import ManualClock, SystemClock
 from triptych.core.errors import TriptychError
 from triptych.core.plan import Grid
 from triptych.engine.encoder import EncodeEngine
+from triptych.media.frames import Target
 
 POISON = -1.0
 
@@ -24,7 +26,10 @@ class FakeTower:
     row_elements = 2
     num_parameters = 0
 
-    def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
+    def target(self, grid: Grid) -> Target:
+        raise NotImplementedError
+
+    def patches(self, picture: npt.NDArray[np.uint8]) -> torch.Tensor:
         raise NotImplementedError
 
     def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:

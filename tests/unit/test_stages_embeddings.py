@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +20,9 @@ from triptych.core.errors import Aborted, MediaInvalid, MediaMismatch, PeerLost,
 from triptych.core.plan import EmbeddingSource, Grid, Item, Modality, TokenRange
 from triptych.core.timeline import Timeline
 from triptych.engine.encoder import EncodeEngine
+from triptych.media.frames import Target
+from triptych.media.picture import decode_picture, fit
+from triptych.media.process import Decoded
 from triptych.mm.item import MultimodalDataItem, received_item
 from triptych.stages.embeddings import EmbeddingSupply
 
@@ -37,9 +42,11 @@ class FakeVision:
         self.batches: list[int] = []
         self.fails = False
 
-    def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
-        red = image.getpixel((0, 0))[0]  # type: ignore[index]
-        return torch.full((4, 3), float(red)), Grid(1, 2, 2)
+    def target(self, grid: Grid) -> Target:
+        return Target(grid.w, grid.h, Image.Resampling.BICUBIC)
+
+    def patches(self, picture: npt.NDArray[np.uint8]) -> torch.Tensor:
+        return torch.full((4, 3), float(picture[0, 0, 0]))
 
     def encode(self, pixels: list[torch.Tensor], grids: list[Grid]) -> list[torch.Tensor]:
         if self.fails:
@@ -48,12 +55,25 @@ class FakeVision:
         return [each[:1, :1].expand(1, ROW) for each in pixels]
 
 
+class Here:
+    """Decodes where it is asked."""
+
+    def submit(self, media: bytes, target: Target) -> Future[Decoded]:
+        future: Future[Decoded] = Future()
+        try:
+            image = decode_picture(media, 10**6)
+            future.set_result(Decoded(fit(image, target), *image.size))
+        except MediaInvalid as error:
+            future.set_exception(error)
+        return future
+
+
 class Encoder:
     def __init__(self, cache_bytes: int = 10_000) -> None:
         self.part = FakeVision()
         self.clock = SystemClock()
         self.engine = EncodeEngine(self.part, 1000, 8, self.clock)
-        self.supply = EmbeddingSupply(self.engine, cache_bytes, 10**6, self.clock)
+        self.supply = EmbeddingSupply(self.engine, Here(), lambda *_: Grid(1, 2, 2), cache_bytes, self.clock)
         self.timeline = Timeline("encoder", "e", self.clock)
 
     def get(self, red: int, fetch: Any = None, item: Item | None = None, index: int = 0) -> asyncio.Task[Any]:
@@ -164,12 +184,12 @@ async def test_when_the_leader_leaves_later_the_others_still_get_it(
     started, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(image: Image.Image) -> tuple[torch.Tensor, Grid]:
+    def slow(picture: npt.NDArray[np.uint8]) -> torch.Tensor:
         loop.call_soon_threadsafe(started.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(5)
-        return FakeVision.preprocess(encoder.part, image)
+        return FakeVision.patches(encoder.part, picture)
 
-    monkeypatch.setattr(encoder.part, "preprocess", slow)
+    monkeypatch.setattr(encoder.part, "patches", slow)
     leader = encoder.get(7)
     await started.wait()
     other = encoder.get(7, fetch := Fetch(7))

@@ -58,7 +58,15 @@ _WORKERS = {
     "failpoints",
     "threads",
 }
-_VISION = {"embedding_cache_bytes", "max_batch_patches", "max_batch_items"}
+_VISION = {
+    "embedding_cache_bytes",
+    "max_batch_items",
+    "max_batch_patches",
+    "media_cpu_s",
+    "media_memory_bytes",
+    "media_processes",
+    "media_timeout_s",
+}
 _LANGUAGE = {
     "chunk_tokens",
     "host_pool_bytes",

@@ -27,6 +27,7 @@ POINTS: Final = {
     "prefill.before_step": frozenset[str](),
     "decode.before_step": frozenset[str](),
     "link.before_commit": frozenset[str](),
+    "media.before_decode": frozenset[str](),
 }
 
 

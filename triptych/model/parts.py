@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from PIL import Image
 
 from triptych.core.plan import Grid
+from triptych.media.frames import Target
 from triptych.model.paged import PagedBatch
 
 
@@ -39,8 +41,12 @@ class VisionPart(Protocol):
     patch_elements: int
     num_parameters: int
 
-    def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
-        """Pixels of an upright RGB picture: (patches, patch_elements) float32 on the host, and their grid."""
+    def target(self, grid: Grid) -> Target:
+        """What a picture is resized to before it is cut into the patches of `grid`."""
+        ...
+
+    def patches(self, picture: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """(height, width, 3) of a target's size -> (patches, patch_elements) float32 on the host. Any thread."""
         ...
 
     def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:

@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from triptych.core.errors import StartupError
 from triptych.core.plan import Grid
+from triptych.media.frames import Target
 from triptych.model.checkpoint_files import PROCESSOR_FILE, read_json
 from triptych.model.loader import (
     check_all_claimed,
@@ -52,7 +55,18 @@ class QwenVision:
         self.patch_elements = int(embedding.in_channels * embedding.temporal_patch_size * embedding.patch_size**2)
         self.num_parameters = count_parameters(model)
 
+    def target(self, grid: Grid) -> Target:
+        side_px = self.processor.patch_size
+        return Target(grid.w * side_px, grid.h * side_px, int(self.processor.resample))
+
+    def patches(self, picture: npt.NDArray[np.uint8]) -> torch.Tensor:
+        pixels: torch.Tensor = self.processor(
+            images=[picture], input_data_format="channels_last", do_resize=False, return_tensors="pt"
+        )["pixel_values"]
+        return pixels
+
     def preprocess(self, image: Image.Image) -> tuple[torch.Tensor, Grid]:
+        """All of it in one, as the family does it."""
         features = self.processor(images=[image], return_tensors="pt")
         t, h, w = features["image_grid_thw"][0].tolist()
         return features["pixel_values"], Grid(t, h, w)

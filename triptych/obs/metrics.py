@@ -82,6 +82,16 @@ ENCODER_BATCH_ITEMS = Histogram(
     buckets=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64),
 )
 ENCODER_QUEUE_DEPTH = Gauge("triptych_encoder_queue_depth", "Items that wait to be encoded")
+MEDIA_PICTURES = Counter(
+    "triptych_media_pictures_total", "Pictures that went through a media process, by what came of them", ("result",)
+)
+MEDIA_SECONDS = Histogram(
+    "triptych_media_picture_seconds",
+    "One picture in a media process: decoded, turned and resized",
+    buckets=around(0.0005, 0.002, 0.5, 30.0),
+)
+MEDIA_QUEUE_DEPTH = Gauge("triptych_media_queue_depth", "Pictures that wait for a media process")
+MEDIA_PROCESS_STARTS = Counter("triptych_media_process_starts_total", "Media processes started")
 EMBEDDING_CACHE_BYTES = Gauge("triptych_embedding_cache_bytes", "Bytes held by the embedding cache")
 EMBEDDING_CACHE_REQUESTS = Counter(
     "triptych_embedding_cache_requests_total", "Look-ups in the embedding cache", ("result",)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -14,15 +16,28 @@ from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat
 from triptych.core.timeline import Timeline
 from triptych.engine.encoder import EncodeEngine
 from triptych.faults import points
+from triptych.media.frames import Target
+from triptych.media.process import Decoded
 from triptych.mm.embedding_cache import CacheKey, EmbeddingCache
 from triptych.mm.item import MultimodalDataItem, check_announced_bytes
 from triptych.mm.tensor import TensorValue
-from triptych.model.picture import decode_picture
 from triptych.obs import metrics
 from triptych.stages.tensors import as_patches, as_rows
 
 FetchItem = Callable[[], Awaitable[MultimodalDataItem]]
 """Gets the item's data from the router, found to be what its identity names."""
+
+
+GridOf = Callable[[int, int], Grid]
+"""The patches of a picture of that width and height in pixels, upright. Raises MediaInvalid."""
+
+
+class Pictures(Protocol):
+    """Where encoded pictures are decoded and resized."""
+
+    def submit(self, media: bytes, target: Target) -> Future[Decoded]:
+        """See `triptych.media.pool.MediaPool`."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -41,11 +56,14 @@ class LeaderGone(Exception):
 class EmbeddingSupply:
     """Owner of the encoder's embedding cache and of the flights. Runs on the event loop."""
 
-    def __init__(self, engine: EncodeEngine, cache_bytes: int, max_pixels: int, clock: Clock) -> None:
+    def __init__(
+        self, engine: EncodeEngine, pictures: Pictures, grid_of: GridOf, cache_bytes: int, clock: Clock
+    ) -> None:
         self._engine = engine
+        self._pictures = pictures
+        self._grid_of = grid_of
         self._cache: EmbeddingCache[torch.Tensor] = EmbeddingCache(cache_bytes)
         self._flights: dict[CacheKey, _Flight] = {}
-        self._max_pixels = max_pixels
         self._clock = clock
         self._dtype_name = str(engine.part.dtype).removeprefix("torch.")
 
@@ -135,11 +153,9 @@ class EmbeddingSupply:
             with timeline.span("preprocess", item_index=item_index):
                 return await asyncio.to_thread(as_rows, held.precomputed_embedding, part.row_elements, part.dtype)
         with timeline.span("preprocess", item_index=item_index):
-            pixels, grid = await asyncio.to_thread(self._preprocess, held)
-        if grid != item.grid:
-            raise MediaMismatch("the picture's real size is not the one in its header")
+            pixels = await self._pixels_of(held)
         await points.passing_async("encoder.encode_item", item_index)
-        encoded = await asyncio.wrap_future(self._engine.submit(pixels, grid))
+        encoded = await asyncio.wrap_future(self._engine.submit(pixels, item.grid))
         if encoded.rows.shape[0] != item.num_tokens:
             raise MediaMismatch("the picture's embedding has another length than the prompt")
         timeline.add("encode", encoded.start_ns, encoded.end_ns, num_tokens=item.num_tokens, item_index=item_index)
@@ -151,11 +167,16 @@ class EmbeddingSupply:
         if flight is not None and flight.held is held:
             del self._flights[key]
 
-    def _preprocess(self, held: MultimodalDataItem) -> tuple[torch.Tensor, Grid]:
+    async def _pixels_of(self, held: MultimodalDataItem) -> torch.Tensor:
+        """(patches, patch_elements) of the item's grid."""
+        part, grid = self._engine.part, held.item.grid
         if isinstance(held.feature, TensorValue):
-            return as_patches(held.feature, self._engine.part.patch_elements), held.item.grid
+            return await asyncio.to_thread(as_patches, held.feature, part.patch_elements)
         assert held.feature is not None
-        return self._engine.part.preprocess(decode_picture(held.feature, self._max_pixels))
+        decoded = await asyncio.wrap_future(self._pictures.submit(held.feature, part.target(grid)))
+        if self._grid_of(decoded.width_px, decoded.height_px) != grid:
+            raise MediaMismatch("the picture's real size is not the one in its header")
+        return await asyncio.to_thread(part.patches, decoded.pixels)
 
 
 def _retrieve(task: asyncio.Task[torch.Tensor]) -> None:

@@ -59,6 +59,21 @@ class VisionSettings:
     max_batch_items: int = field(default=32, metadata={"help": "pictures in one vision pass", "min": 1})
     max_pixels: int = field(default=100_000_000, metadata={"help": "largest picture decoded, in pixels", "min": 1})
     max_media_bytes: int = field(default=32 << 20, metadata={"help": "largest encoded picture, in bytes", "min": 1})
+    media_processes: int = field(
+        default=0,
+        metadata={
+            "help": "processes that decode pictures; 0: one for every two cores, up to 8",
+            "min": 0,
+            "max": 256,
+        },
+    )
+    media_memory_bytes: int = field(
+        default=2 << 30, metadata={"help": "what each may take to decode a picture, in bytes", "min": 1 << 24}
+    )
+    media_cpu_s: int = field(default=20, metadata={"help": "CPU for one picture, in seconds", "min": 1, "max": 3600})
+    media_timeout_s: float = field(
+        default=60.0, metadata={"help": "until a picture must be decoded, however busy the cores are", "min": 0.1}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

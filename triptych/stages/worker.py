@@ -25,6 +25,7 @@ from triptych.engine.loop import LanguageEngine, LogitsObserver
 from triptych.kv.grants import GrantTable
 from triptych.kv.pages import PageLayout
 from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
+from triptych.media.pool import MediaPool
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
 from triptych.obs import metrics
@@ -39,6 +40,7 @@ from triptych.stages.encoder import EncoderStage
 from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
 from triptych.stages.links import RegistryLinks
+from triptych.stages.media import media_limits
 from triptych.stages.prefill import PrefillParts, PrefillStage
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 from triptych.stages.tasks import Background
@@ -207,10 +209,18 @@ class Worker:
     async def _build_vision(
         self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks
     ) -> None:
+        pictures = MediaPool(media_limits(settings), self._clock)
+        self._run_engine(pictures)
         part = await asyncio.to_thread(adapter.load_vision, compute.dtype, compute.device)
         metrics.MODEL_PARAMETERS.labels("vision").set(part.num_parameters)
         engine = EncodeEngine(part, settings.max_batch_patches, settings.max_batch_items, self._clock)
-        self.supply = EmbeddingSupply(engine, settings.embedding_cache_bytes, settings.max_pixels, self._clock)
+        self.supply = EmbeddingSupply(
+            engine,
+            pictures,
+            lambda width_px, height_px: adapter.image_layout(width_px, height_px).grid,
+            settings.embedding_cache_bytes,
+            self._clock,
+        )
         self._run_engine(engine)
         stage = EncoderStage(
             self.supply, adapter, self.ref, links, self._clock, self._background, settings.max_media_bytes

@@ -1,4 +1,7 @@
-"""Encoded picture bytes -> an upright RGB picture, the same on every encoder."""
+"""Encoded picture bytes -> an upright RGB picture of the size that the tower takes, the same on every encoder.
+
+Runs in a media process: what decodes here was sent by anybody.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,25 @@ import io
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+import numpy.typing as npt
+from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from triptych.core.errors import MediaInvalid
+from triptych.media.frames import Target
 
 WHITE = (255, 255, 255, 255)
+# All that the router lets through; what else Pillow could open is never tried. The JPEG plugin also opens MPO.
+_PLUGINS = (
+    PngImagePlugin.PngImageFile,
+    JpegImagePlugin.JpegImageFile,
+    WebPImagePlugin.WebPImageFile,
+    GifImagePlugin.GifImageFile,
+    BmpImagePlugin.BmpImageFile,
+)
+FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
 
-def decode_picture(media: bytes, max_pixels: int) -> Image.Image:
+def decode_picture(media: bytes | bytearray, max_pixels: int) -> Image.Image:
     """Decodes the first frame fully, applies the EXIF orientation, flattens transparency on white.
 
     Raises MediaInvalid for anything truncated, damaged or larger than `max_pixels`; the message never quotes the
@@ -22,15 +36,25 @@ def decode_picture(media: bytes, max_pixels: int) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(media))
+            image = Image.open(io.BytesIO(media), formats=FORMATS)
             if image.width * image.height > max_pixels:
                 raise MediaInvalid(f"the picture has more than {max_pixels} pixels; send a smaller one")
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except MediaInvalid:
         raise
+    except MemoryError as error:
+        raise MediaInvalid("the picture takes too much memory to decode; send a smaller one") from error
     except Exception as error:
         raise MediaInvalid("the picture is damaged or cut short and cannot be decoded") from error
+
+
+def fit(image: Image.Image, target: Target) -> npt.NDArray[np.uint8]:
+    """(height, width, 3) of the target's size, as the processor's own first step makes it."""
+    try:
+        return np.asarray(image.resize((target.width_px, target.height_px), resample=target.resample))
+    except MemoryError as error:
+        raise MediaInvalid("the picture takes too much memory to resize; send a smaller one") from error
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from triptych.core.errors import MediaInvalid
-from triptych.model.picture import decode_picture
+from triptych.media.picture import decode_picture
 
 MANY = 10**8
 ORIENTATION = 0x0112
@@ -118,16 +118,18 @@ def test_a_transparent_colour_of_an_rgb_picture_is_white() -> None:
     assert decoded.tolist() == [[[255, 255, 255] if spot else [1, 2, 3] for spot in (0, 1)]]
 
 
-@pytest.mark.parametrize("byte_order", ["<u2", ">u2"])
-def test_16_bit_grey_is_scaled_and_not_clipped(byte_order: str) -> None:
-    values = np.array([[0, 257, 32_768, 65_535], [256, 514, 1_000, 60_000]], dtype=byte_order)
-    format_of = {"<u2": "PNG", ">u2": "TIFF"}[byte_order]
-    mode = {"<u2": "I;16", ">u2": "I;16B"}[byte_order]
-    image = Image.frombytes(mode, (4, 2), values.tobytes())
-    decoded = pixels(decode(encoded(image, format_of)))
+def test_16_bit_grey_is_scaled_and_not_clipped() -> None:
+    values = np.array([[0, 257, 32_768, 65_535], [256, 514, 1_000, 60_000]], dtype="<u2")
+    decoded = pixels(decode(encoded(Image.frombytes("I;16", (4, 2), values.tobytes()))))
     expected = (values.astype(np.uint32) // 257).astype(np.uint8)
     assert np.array_equal(decoded, np.repeat(expected[..., None], 3, axis=-1))
     assert expected.max() == 255
+
+
+@pytest.mark.parametrize("format", ["TIFF", "ICO", "TGA", "PPM"])
+def test_what_the_router_never_lets_through_is_not_tried(format: str) -> None:  # noqa: A002
+    with pytest.raises(MediaInvalid):
+        decode(encoded(drawn(), format))
 
 
 def test_an_animation_is_its_first_frame() -> None:
