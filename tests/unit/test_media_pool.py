@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,6 +19,7 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.bombs import png_bomb
 from tests.parity.prompts import draw_picture
 from triptych.core.clock import SystemClock
 from triptych.core.errors import Aborted, DeadlineExceeded, MediaInvalid, NoRoom, TriptychError, Unavailable
@@ -89,25 +87,6 @@ def results(name: str) -> float:
     return float(metrics.MEDIA_PICTURES.labels(name)._value.get())
 
 
-@functools.cache
-def png_of_zeros(width: int, height: int) -> bytes:
-    """A PNG of that many grey pixels, in a few bytes for each thousand of them."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    packer, rows = zlib.compressobj(9), bytearray()
-    for _ in range(height):
-        rows += packer.compress(bytes(width + 1))
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", bytes(rows) + packer.flush())
-        + chunk(b"IEND", b"")
-    )
-
-
 # --- what comes of a picture ------------------------------------------------------------------------------------------
 
 
@@ -151,7 +130,7 @@ def test_many_at_once_each_get_their_own() -> None:
         (b"", "damaged or cut short"),
         (b"no picture", "damaged or cut short"),
         (PICTURE[: len(PICTURE) // 2], "damaged or cut short"),
-        (png_of_zeros(20_000, 6_000), "more than 100000000 pixels"),
+        (png_bomb(20_000, 6_000), "more than 100000000 pixels"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "damaged or cut short"),
     ],
 )
@@ -169,7 +148,7 @@ def test_a_picture_that_swells_beyond_the_memory_is_refused() -> None:
     small = pool_of(confinement=Confinement(64 << 20, 0))
     try:
         pid = pid_of(small)
-        bomb = png_of_zeros(12_000, 8_000)  # 96 MB of grey, and three times that in colours
+        bomb = png_bomb(12_000, 8_000)  # 96 MB of grey, and three times that in colours
         assert len(bomb) < 200_000
         with pytest.raises(MediaInvalid, match="too much memory"):
             small.submit(bomb, TARGET).result(WAIT_S)
@@ -183,7 +162,7 @@ def test_a_picture_that_takes_too_long_ends_its_process_alone() -> None:
     """The kernel counts whole seconds of CPU, so the limit is put below what is used already."""
     hasty = pool_of(picture=Limits(10**8, 0))
     try:
-        pid, slow = pid_of(hasty), png_of_zeros(12_000, 8_000)
+        pid, slow = pid_of(hasty), png_bomb(12_000, 8_000)
         large = Target(4000, 4000, int(Image.Resampling.LANCZOS))
         outcomes = (hasty.submit(slow, large).exception(WAIT_S) for _ in range(10))
         assert any("too long to decode" in str(outcome) for outcome in outcomes)

@@ -130,6 +130,7 @@ class Worker:
         self._engines: list[_Engine] = []
         self.ref = WorkerRef(plan.common.worker_id, new_epoch())
         self._transfer: TransferServicer | None = None
+        self.media_pool: MediaPool | None = None
         self.supply: EmbeddingSupply | None = None
         self.language_engine: LanguageEngine | None = None
         self.landing: EmbeddingLanding | None = None
@@ -209,7 +210,7 @@ class Worker:
     async def _build_vision(
         self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks
     ) -> None:
-        pictures = MediaPool(media_limits(settings), self._clock)
+        pictures = self.media_pool = MediaPool(media_limits(settings), self._clock)
         self._run_engine(pictures)
         part = await asyncio.to_thread(adapter.load_vision, compute.dtype, compute.device)
         metrics.MODEL_PARAMETERS.labels("vision").set(part.num_parameters)
