@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,6 @@ from services.router.calls import (
     Granted,
     NeedItems,
     PrefillEvent,
-    Retracted,
     StageDone,
     Tokens,
 )
@@ -36,6 +35,7 @@ from triptych.core.errors import (
     PeerLost,
     ReceiverLost,
     RequestTooLarge,
+    Retracted,
     StaleAttempt,
     TriptychError,
 )
@@ -161,8 +161,7 @@ class Attempt:
         """Room at a decode worker for the length of the block."""
         start_ns = self._timeline.clock.monotonic_ns()
         is_first_choice = self._job.ref.choice == 0
-        admit = self._queue.admit if is_first_choice else self._queue.admit_further
-        admission = await admit(self._ask_for_room)
+        admission = await self._line()(self._ask_for_room)
         self._timeline.add("queue", start_ns)
         if self._job.ref.attempt == 0 and is_first_choice:
             metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
@@ -172,6 +171,11 @@ class Attempt:
         finally:
             admission.call.cancel()
             self._queue.room_may_be_free()
+
+    def _line(self) -> Callable[[Callable[[], Awaitable[Admission | None]]], Awaitable[Admission]]:
+        if self._job.plan.num_retractions:
+            return self._queue.admit_again
+        return self._queue.admit if self._job.ref.choice == 0 else self._queue.admit_further
 
     async def _ask_for_room(self) -> Admission | None:
         """None when all are full just now. A worker that is lost, or too small, is passed over while another answers;
@@ -218,7 +222,8 @@ class Attempt:
     def _on_prefill(self, group: asyncio.TaskGroup, path: Path, event: PrefillEvent) -> None:
         match event:
             case Admitted():
-                self._progress.cached_tokens = event.cached_tokens
+                if not self._job.plan.num_retractions:  # what a replay finds says nothing of what the caller asked
+                    self._progress.cached_tokens = event.cached_tokens
             case NeedItems():
                 self._dispatch_again(group, path, event.indices)
             case Tokens():
@@ -239,8 +244,9 @@ class Attempt:
                 raise TriptychError("a decode worker granted room twice")
             case Tokens():
                 self._emit(self._job.ref.attempt, event.tokens)
-            case Retracted():
-                raise PeerLost("the answer lost its place at a decode worker under pressure")
+            case calls.Retracted():
+                self._progress.timeline.extend(event.timeline)
+                raise Retracted("the answer lost its place at a decode worker under memory pressure")
             case StageDone():
                 self._collect(event)
 
@@ -289,7 +295,7 @@ class Attempt:
         try:
             yield
         except TriptychError as error:
-            if error.retriable:
+            if error.retriable and not isinstance(error, Retracted):
                 failed = receiver if receiver is not None and isinstance(error, ReceiverLost) else worker
                 self.failed_workers.add(failed.worker_id)
             raise

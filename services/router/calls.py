@@ -66,7 +66,10 @@ class NeedItems:
 
 @dataclass(frozen=True, slots=True)
 class Retracted:
+    """The answer lost its place: what comes last of this call."""
+
     num_tokens: int
+    timeline: tuple[TimelineEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ def _decode_event(message: decode_pb2.GenerateResponse) -> DecodeEvent:
         case "tokens":
             return Tokens(tuple(convert.token_from_proto(token) for token in message.tokens.tokens))
         case "retracted":
-            return Retracted(message.retracted.num_tokens)
+            return Retracted(message.retracted.num_tokens, _timeline(message.retracted.timeline))
         case "generate_done":
             done = message.generate_done
             reason = convert.finish_reason_from_proto(done.finish_reason)

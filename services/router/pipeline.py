@@ -1,4 +1,5 @@
-"""From a plan to the tokens of its answer: one deadline, one retry, and nothing left running behind.
+"""From a plan to the tokens of its answer: one deadline, one retry, replays of what lost its place under pressure,
+and nothing left running behind.
 
 DESIGN, section 1, is what happens here; `attempt.py` is one pass through it.
 """
@@ -11,7 +12,7 @@ import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.router.attempt import Attempt, Job, Progress
@@ -20,9 +21,9 @@ from services.router.queue import AdmissionQueue
 from services.router.tasks import owned_task
 from services.router.token_order import TokenOrder
 from triptych.core.clock import Clock
-from triptych.core.errors import Aborted, AttemptError, DeadlineExceeded, NoRoom, TriptychError, Unavailable
+from triptych.core.errors import Aborted, AttemptError, DeadlineExceeded, NoRoom, Retracted, TriptychError, Unavailable
 from triptych.core.ids import AttemptRef
-from triptych.core.plan import FinishReason, Plan, Token, Usage
+from triptych.core.plan import MAX_RETRACTIONS, FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline, TimelineEvent
 from triptych.core.worker import Role, WorkerInfo
 from triptych.rpc.client import ChannelPool
@@ -71,6 +72,7 @@ class Answer:
         self.turn = 0
         self.progress = Progress()
         self.order = TokenOrder()
+        self.ids: list[int] = []  # of the tokens that have been let through
         # Holds at most one entry a token, so it needs no bound of its own: a slow reader never holds a worker back.
         self._events: asyncio.Queue[Event | TriptychError] = asyncio.Queue(plan.sampling.max_tokens + 1)
 
@@ -79,6 +81,7 @@ class Answer:
         if ready and self.order.emitted > self.plan.sampling.max_tokens:
             raise TriptychError("a worker sent more tokens than were asked for")
         if ready:
+            self.ids += [token.id for token in ready]
             self._events.put_nowait(Batch(tuple(ready)))
 
     def end(self, event: Done | TriptychError) -> None:
@@ -160,13 +163,21 @@ class Pipeline:
 
     async def _try_until_done(self, answer: Answer, job: Job) -> FinishReason:
         avoided: frozenset[str] = frozenset()
+        num_failures, num_retractions = 0, 0
         for number in itertools.count():
             ref = AttemptRef(job.ref.request_id, job.ref.choice, number)
-            attempt = self._new_attempt(answer, Job(ref, job.plan, job.media, job.deadline_s), avoided)
+            plan = _taken_up_again(job.plan, answer, num_retractions) if num_retractions else job.plan
+            attempt = self._new_attempt(answer, Job(ref, plan, job.media, job.deadline_s), avoided)
             try:
                 return _checked(answer, await attempt.run())
+            except Retracted as error:
+                num_retractions += 1
+                if num_retractions > MAX_RETRACTIONS:
+                    raise Unavailable("there was too little memory for the answer to go on; try again later") from error
+                _log.info("an answer is replayed", extra={"request_id": ref.request_id, "num_tokens": len(answer.ids)})
             except (AttemptError, Unavailable) as error:
-                if number + 1 >= MAX_ATTEMPTS or answer.order.emitted or not attempt.failed_workers:
+                num_failures += 1
+                if num_failures >= MAX_ATTEMPTS or answer.order.emitted or not attempt.failed_workers:
                     raise
                 avoided |= attempt.failed_workers
                 self._registry.refresh()
@@ -179,12 +190,13 @@ class Pipeline:
 
     def _new_attempt(self, answer: Answer, job: Job, avoided: frozenset[str]) -> Attempt:
         number = job.ref.attempt
-        if number > 0:
-            answer.turn = next(self._turns)
         answer.order.begin(number)
         answer.timeline.attempt = number
-        answer.progress.workers.clear()
-        answer.progress.cached_tokens = 0
+        if not job.plan.num_retractions:
+            answer.progress.workers.clear()
+            answer.progress.cached_tokens = 0
+            if number > 0:
+                answer.turn = next(self._turns)
 
         def view(failed: frozenset[str]) -> ClusterView:
             return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided | failed)
@@ -192,6 +204,12 @@ class Pipeline:
         return Attempt(
             job, view, self._channels, self._queue, answer.turn, answer.timeline, answer.progress, answer.emit
         )
+
+
+def _taken_up_again(plan: Plan, answer: Answer, num_retractions: int) -> Plan:
+    """The plan of a replay. The tokens that it samples are those that would have come: randomness is a function of the
+    seed, the choice and the position, and the answer so far is part of what it reads."""
+    return replace(plan, answer_ids=tuple(answer.ids), num_retractions=num_retractions)
 
 
 def _checked(answer: Answer, reason: FinishReason) -> FinishReason:

@@ -1,4 +1,5 @@
-"""Where requests wait for room in the cluster: first come first served, and bounded."""
+"""Where requests wait for room in the cluster: first come first served, and bounded. Those that had room and lost it
+stand before all others."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ class AdmissionQueue:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._line: deque[asyncio.Event] = deque()
+        self._num_again = 0
         self._room = asyncio.Event()
 
     @property
@@ -51,24 +53,34 @@ class AdmissionQueue:
                 return answer
         return await self._wait_in_line(ask)
 
+    async def admit_again(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+        """As `admit`, for one that had room and lost it: it goes before all that never had any, and a full line does
+        not refuse it. Each running request has at most one of these a choice."""
+        return await self._wait_in_line(ask, self._num_again)
+
     def room_may_be_free(self) -> None:
         """Lets the first in line ask again at once. Called when a request has ended."""
         self._room.set()
 
-    async def _wait_in_line(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+    async def _wait_in_line(self, ask: Callable[[], Awaitable[T | None]], place: int | None = None) -> T:
+        """`place`: before whom to stand; None is the end."""
         my_turn = asyncio.Event()
-        self._line.append(my_turn)
+        self._num_again += place is not None
+        self._line.insert(len(self._line) if place is None else place, my_turn)
         self._line[0].set()
         metrics.ROUTER_QUEUE_DEPTH.set(len(self._line))
         try:
-            await my_turn.wait()
             while True:
+                while self._line[0] is not my_turn:  # also when somebody came who goes first
+                    my_turn.clear()
+                    await my_turn.wait()
                 self._room.clear()
                 answer = await ask()
                 if answer is not None:
                     return answer
                 await self._room_or_time()
         finally:
+            self._num_again -= place is not None
             self._line.remove(my_turn)
             metrics.ROUTER_QUEUE_DEPTH.set(len(self._line))
             if self._line:

@@ -75,6 +75,8 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.binary(max_size=64)),
         draw(st.binary(min_size=32, max_size=32)),
         draw(st.integers(-100, 100)),
+        tuple(draw(st.lists(token_ids, max_size=5))),
+        draw(st.integers(0, 3)),
     )
 
 

@@ -13,11 +13,12 @@ from tests.unit.engine_house import PAGE, House, answer_of, heard
 from tests.unit.test_engine_lookahead import Yard
 from triptych.core.errors import Aborted, NoRoom
 from triptych.core.lifecycle import Phase
+from triptych.core.plan import MAX_RETRACTIONS
 from triptych.engine.loop import LanguageEngine
 from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence
-from triptych.sched.retraction import HEADROOM_PAGES, MAX_RETRACTIONS, Standing, most_junior, tokens_to_hold
+from triptych.sched.retraction import HEADROOM_PAGES, Standing, most_junior, tokens_to_hold
 
 PROMPTS: list[list[int | tuple[int, int]]] = [[1, 2, 3, 4, 5, 6, 7], [1, 2, (1, 6), 3, (2, 5), 4, 5]]
 HOUSES = [House, Yard]

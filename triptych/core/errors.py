@@ -18,6 +18,7 @@
     │   ├── StaleAttempt        a newer attempt is known
     │   ├── PeerLost            a worker or its session went away
     │   │   └── ReceiverLost    the one that a worker was to send to
+    │   ├── Retracted           the answer lost its pages to others
     │   ├── EmbeddingMissing    a dispatched embedding did not come
     │   └── TransferRefused     handle, generation, length or checksum is wrong
     ├── DeadlineExceeded                                              504
@@ -133,6 +134,10 @@ class PeerLost(AttemptError):
 
 class ReceiverLost(PeerLost):
     code = "receiver_lost"
+
+
+class Retracted(AttemptError):
+    code = "retracted"
 
 
 class EmbeddingMissing(AttemptError):

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 IDENTITY_BYTES = 32
 
+MAX_RETRACTIONS = 3
+"""How often an answer may lose its place under memory pressure."""
+
 
 class Modality(enum.Enum):
     IMAGE = "image"
@@ -136,7 +139,11 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An immutable request. `timeout_s` is what was left of its time when it was sent to this stage. The lower its
-    `priority`, the more urgent it is (`triptych.sched`)."""
+    `priority`, the more urgent it is (`triptych.sched`).
+
+    A replay says how often the answer was retracted before, and which `answer_ids` are out already: they are prefilled
+    after the prompt, and the next token has the index after theirs.
+    """
 
     compact_ids: tuple[int, ...]
     items: tuple[Item, ...]
@@ -145,11 +152,18 @@ class Plan:
     cache_salt: bytes = b""
     model_fingerprint: bytes = b""
     priority: int = 0
+    answer_ids: tuple[int, ...] = ()
+    num_retractions: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
         placeholders = sum(len(item.ranges) for item in self.items)
         return len(self.compact_ids) - placeholders + sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """What is to be prefilled: the prompt, and of a replay the answer so far."""
+        return self.num_prompt_tokens + len(self.answer_ids)
 
     @property
     def num_total_tokens(self) -> int:

@@ -11,7 +11,7 @@ def push_pages(sequence: Sequence, manager: CacheManager) -> int:
     moved: 0 when nothing is new or nobody waits for it."""
     if sequence.handoff is None or sequence.pages is None:
         return 0
-    is_whole = sequence.num_computed >= sequence.num_prompt
+    is_whole = sequence.num_computed >= sequence.num_known
     end = manager.pages_for(sequence.num_computed) if is_whole else sequence.num_computed // manager.page_tokens
     first = sequence.num_pushed_pages
     if end <= first:

@@ -142,20 +142,21 @@ class LanguageEngine:
             if sequence.ref in self._living:
                 raise StaleAttempt("this attempt is already under way")
             self._residency.check_fits(sequence)
-            if len(self._waiting) >= self.limits.max_waiting:
+            if len(self._waiting) >= self.limits.max_waiting and not sequence.plan.num_retractions:
                 raise NoRoom("the prefill worker's queue is full right now")
         except TriptychError as error:
             sequence.phase = advance(sequence.phase, Phase.ABORTED)
             sequence.sink.failed(error)
             return
         self._arrived(sequence)
-        self._waiting.push(sequence, Ticket(sequence.num_prompt, sequence.queued_ns, sequence.plan.priority))
+        plan, num_known = sequence.plan, sequence.num_known
+        self._waiting.push(sequence, Ticket(num_known, sequence.queued_ns, plan.priority, plan.num_retractions))
 
     def adopt(self, sequence: Sequence, token: Token) -> None:
         """A sequence whose prompt KV was written by another worker: goes on after its first token."""
         sequence.phase = advance(advance(Phase.GRANTED, Phase.BOUND), Phase.DECODING)
         sequence.is_adopted, sequence.ran_ns = True, self._clock.monotonic_ns()
-        sequence.num_computed = sequence.num_launched = sequence.num_prompt
+        sequence.num_computed = sequence.num_launched = sequence.num_known
         sequence.num_sampled = token.index + 1
         sequence.ids.append(token.id)
         self._arrived(sequence)
@@ -424,7 +425,7 @@ class LanguageEngine:
         sequence.num_computed, sequence.ran_ns = sequence.num_computed + count, start_ns
         if was_decoding:
             metrics.DECODE_TOKENS.inc()
-            if sequence.num_sampled == 1:
+            if sequence.num_sampled == len(sequence.plan.answer_ids) + 1:
                 sequence.decode_timeline.add("first_step", start_ns)
         else:
             metrics.PREFILL_TOKENS.labels("computed").inc(count)
@@ -488,7 +489,7 @@ def _view(sequence: Sequence, now_ns: int) -> SequenceView:
     num_ready = sequence.num_launched if sequence.phase is Phase.HANDING_OFF else sequence.num_ready
     waited_s = (now_ns - (sequence.ran_ns if is_decoding else sequence.queued_ns)) / 1e9
     return SequenceView(
-        sequence.num_launched, num_ready, sequence.num_prompt, is_decoding, waited_s, sequence.plan.priority
+        sequence.num_launched, num_ready, sequence.num_known, is_decoding, waited_s, sequence.plan.priority
     )
 
 

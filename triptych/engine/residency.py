@@ -5,7 +5,7 @@ Owned by the step loop and used on its thread only.
 
 from __future__ import annotations
 
-from triptych.core.errors import RequestTooLarge
+from triptych.core.errors import RequestTooLarge, Unavailable
 from triptych.core.plan import EmbeddingSource, Item
 from triptych.engine.landing import LandingTable
 from triptych.engine.sequence import PendingItem, Sequence
@@ -23,9 +23,13 @@ class Residency:
         self._row_bytes = row_bytes
 
     def check_fits(self, sequence: Sequence) -> None:
-        """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room."""
+        """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room. Unavailable where
+        only the answer that a replay brings along is too much: that is not the caller's fault."""
         num_tokens, manager = self._most_tokens(sequence), self._manager
-        if manager.pages_for(num_tokens) > manager.num_usable:
+        is_too_large = manager.pages_for(num_tokens) > manager.num_usable
+        if is_too_large and sequence.plan.answer_ids:
+            raise Unavailable("the answer lost its place under memory pressure and is too long to be taken up again")
+        if is_too_large:
             raise RequestTooLarge(
                 f"the request needs KV room for {num_tokens} tokens; a worker holds "
                 f"{manager.num_usable * manager.page_tokens}. Shorten the prompt or lower max_tokens"
@@ -57,7 +61,7 @@ class Residency:
         sequence.num_computed = sequence.num_launched = pages.cached_tokens
         metrics.PREFILL_TOKENS.labels("cached").inc(pages.cached_tokens)
         metrics.RADIX_LOOKUP_TOKENS.labels("hit").inc(pages.cached_tokens)
-        metrics.RADIX_LOOKUP_TOKENS.labels("miss").inc(sequence.num_prompt - pages.cached_tokens)
+        metrics.RADIX_LOOKUP_TOKENS.labels("miss").inc(sequence.num_known - pages.cached_tokens)
         return True
 
     def written(self, sequence: Sequence) -> None:

@@ -63,7 +63,7 @@ class Sequence:
 
     Attributes:
         ids: prompt (sentinels at embedding rows), then what was sampled.
-        positions: int64 (axes, prompt_tokens); `position_delta` extends it.
+        positions: int64 (axes, num_known), of what was known at the beginning; `position_delta` extends it.
         timeline, decode_timeline: what was done for the prompt, and for the answer.
         is_adopted: its prompt was prefilled by another worker; its pages are not shared.
         needs_handoff: its KV goes to another worker after the first token.
@@ -104,20 +104,26 @@ class Sequence:
     prompt_vocabulary: IdArray | None = None
 
     @property
+    def num_known(self) -> int:
+        """What is to be prefilled: the prompt, and of a replay the answer so far."""
+        return self.num_prompt + len(self.plan.answer_ids)
+
+    @property
     def num_ready(self) -> int:
-        """Prompt tokens computable now: up to the first embedding that is missing, none before the pages are bound or
+        """Tokens of it computable now: up to the first embedding that is missing, none before the pages are bound or
         while the way to them is congested."""
         if self.phase is Phase.DECODING or (self.needs_handoff and (self.handoff is None or self.handoff.is_congested)):
             return self.num_launched
         for pending in self.items:
             if pending.rows is None and pending.item.end > self.num_launched:
                 return max(pending.item.offset, self.num_launched)
-        return self.num_prompt
+        return self.num_known
 
     @property
     def standing(self) -> Standing:
         """Its place among those that decode."""
-        return Standing(self.plan.priority, self.num_parked, 0, self.arrival)
+        replays = self.plan.num_retractions
+        return Standing(self.plan.priority, replays + self.num_parked, replays, self.arrival)
 
     @property
     def is_awaiting_sample(self) -> bool:
@@ -150,7 +156,7 @@ class Sequence:
 
     def slice_positions(self, count: int) -> PositionArray:
         """Their positions, int64 (axes, count)."""
-        if self.num_launched < self.num_prompt:
+        if self.num_launched < self.num_known:
             return self.positions[:, self.num_launched : self.num_launched + count]
         position = self.num_launched + self.position_delta
         return np.full((self.positions.shape[0], count), position, dtype=np.int64)

@@ -7,11 +7,11 @@ from triptych.model.runner import EmbeddingSpan, RunSlice
 
 
 def build_slice(sequence: Sequence, count: int, place_before: int | None = None) -> RunSlice:
-    """The next `count` tokens. The last prompt token and every later one want a sample. `place_before`: the sequence's
-    place in the step under way, None when it has none."""
+    """The next `count` tokens. The last one that is prefilled and every later one want a sample. `place_before`: the
+    sequence's place in the step under way, None when it has none."""
     assert sequence.pages is not None
     start = sequence.num_launched
-    wants_sample = start + count >= sequence.num_prompt
+    wants_sample = start + count >= sequence.num_known
     follows = place_before if sequence.is_awaiting_sample else None
     return RunSlice(
         ids=sequence.slice_ids(count),

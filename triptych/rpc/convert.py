@@ -16,6 +16,7 @@ from triptych.core.grant import Grant, GroupRegions, Region
 from triptych.core.ids import CAPABILITY_BYTES, AttemptRef, WorkerRef
 from triptych.core.plan import (
     IDENTITY_BYTES,
+    MAX_RETRACTIONS,
     EmbeddingSource,
     FinishReason,
     Grid,
@@ -233,6 +234,8 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         cache_salt=plan.cache_salt,
         model_fingerprint=plan.model_fingerprint,
         priority=plan.priority,
+        answer_ids=plan.answer_ids,
+        num_retractions=plan.num_retractions,
     )
 
 
@@ -246,14 +249,18 @@ def plan_from_proto(message: pb.Plan) -> Plan:
     check.integer("prompt length", len(compact_ids), 1, MAX_TOKENS)
     check.integer("prompt length", len(compact_ids) + sum(item.num_tokens for item in items), 1, 2 * MAX_TOKENS)
     check_ranges(compact_ids, items)
+    sampling = sampling_from_proto(message.sampling)
+    check.at_most("answer_ids", message.answer_ids, sampling.max_tokens - 1)
     return Plan(
         compact_ids=compact_ids,
         items=items,
-        sampling=sampling_from_proto(message.sampling),
+        sampling=sampling,
         timeout_s=timeout_from_ms(message.timeout_ms),
         cache_salt=cache_salt,
         model_fingerprint=check.exact_bytes("model_fingerprint", message.model_fingerprint, FINGERPRINT_BYTES),
         priority=check.integer("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY),
+        answer_ids=tuple(_token_ids("answer_ids", message.answer_ids)),
+        num_retractions=check.integer("num_retractions", message.num_retractions, 0, MAX_RETRACTIONS),
     )
 
 

@@ -11,7 +11,9 @@ each other. A prompt too large for what is free now may be passed, but only so m
 2. When it has waited for `max_wait_s`, nobody at all gets in before it but those that came earlier and wait as long:
    everything waits until it fits. So more urgent requests hold it up for `max_wait_s`, and then only for as long as
    those that run take to make room.
-3. As each fits an empty worker (the engine refuses the others), and all that run end, everybody gets in.
+3. One that was in before and comes again (a replay) goes before all others, and nobody passes it. It counts for no
+   bypass: before it lost its place it was in before those that wait now, and no more than `MAX_RETRACTIONS` times.
+4. As each fits an empty worker (the engine refuses the others), and all that run end, everybody gets in.
 
 Cost: O(n log n) a call, and O(n) for each request that gets in (a nearly sorted list is sorted again).
 """
@@ -31,11 +33,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What the policy may know of a request: tokens of its prompt, when it was queued, and its priority (the lower, the
-    more urgent). Those pushed later are queued no earlier."""
+    more urgent), and how often it was in before. Those pushed later are queued no earlier."""
 
     num_tokens: int
     queued_ns: int
     priority: int = 0
+    num_replays: int = 0
 
 
 @dataclass(slots=True)
@@ -99,6 +102,8 @@ class AdmissionQueue(Generic[T]):
     def _has_passed(self, winner: _Waiting[T], others: list[_Waiting[T]]) -> bool:
         """Counts whom it passed; True when one of them may be passed no more."""
         is_spent = False
+        if winner.ticket.num_replays:
+            return False
         for entry in others:
             if entry.serial < winner.serial and entry.ticket.priority <= winner.ticket.priority:
                 entry.num_passed += 1
@@ -106,15 +111,18 @@ class AdmissionQueue(Generic[T]):
         return is_spent
 
     def _is_next(self, entry: _Waiting[T], now_ns: int) -> bool:
-        return entry.num_passed >= self._max_bypass or self._has_waited(entry, now_ns)
+        is_spent = entry.num_passed >= self._max_bypass
+        return entry.ticket.num_replays > 0 or is_spent or self._has_waited(entry, now_ns)
 
     def _has_waited(self, entry: _Waiting[T], now_ns: int) -> bool:
         return now_ns - entry.ticket.queued_ns >= self._max_wait_s * 1e9
 
     def _turn(self, entry: _Waiting[T], now_ns: int) -> tuple[int, int, int, float, int]:
-        """What to sort by: those that waited long enough in order of arrival, then by priority; within one first those
-        that were passed often enough."""
+        """What to sort by: those that come again and then those that waited long enough, in order of arrival, then by
+        priority; within one first those that were passed often enough."""
         ticket = entry.ticket
+        if ticket.num_replays:
+            return -1, 0, 0, 0.0, entry.serial
         if self._has_waited(entry, now_ns):
             return 0, 0, 0, 0.0, entry.serial
         if entry.num_passed >= self._max_bypass:

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from triptych.core.plan import MAX_RETRACTIONS
+
 HEADROOM_PAGES = 4
 """What an answer may grow by before it needs a page that is not its own yet."""
-
-MAX_RETRACTIONS = 3
 
 _Seniority = tuple[bool, int, int, int]
 

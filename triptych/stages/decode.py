@@ -149,7 +149,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         if answer is None:
             await self.abort(peer, ref, grant_id, "the call has ended")
             raise StaleAttempt("this grant has ended")
-        if num_tokens != answer.plan.num_prompt_tokens or first_token.index != 0:
+        if num_tokens != answer.plan.num_known_tokens or first_token.index != len(answer.plan.answer_ids):
             raise TransferRefused("the commit does not cover the prompt")
         pages = self.arena.pages
         if pages is not None and num_bytes != self._parts.engine.manager.pages_for(num_tokens) * pages.page_bytes:
@@ -199,8 +199,8 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         if self._parts.is_local:
             return grants.issue(ref, 0)
         engine.check_open()
-        num_known, num_most = plan.num_prompt_tokens, plan.num_total_tokens - 1
-        num_tokens = tokens_to_hold(num_known, num_most, 0, engine.manager.page_tokens)
+        num_known, num_most = plan.num_known_tokens, plan.num_total_tokens - 1
+        num_tokens = tokens_to_hold(num_known, num_most, plan.num_retractions, engine.manager.page_tokens)
         return grants.issue(ref, num_tokens, engine.num_decoding)
 
     async def _issue(self, issue: Callable[[], GrantRecord]) -> GrantRecord:
@@ -277,7 +277,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
 
 async def _responses(answer: Answer) -> AsyncIterator[pb.GenerateResponse]:
     """Token batches (what waits goes into one message, up to a bound), then the end."""
-    num_tokens = 1
+    num_tokens = len(answer.plan.answer_ids) + 1
     while True:
         events = [await answer.stream.next(), *answer.stream.ready()]
         tokens = [token for event in events if isinstance(event, Sampled) for token in event.tokens]
@@ -287,7 +287,8 @@ async def _responses(answer: Answer) -> AsyncIterator[pb.GenerateResponse]:
             yield pb.GenerateResponse(tokens=pb.TokenBatch(tokens=[convert.token_to_proto(token) for token in batch]))
         for event in events:
             if isinstance(event, Retracted):
-                yield pb.GenerateResponse(retracted=pb.Retracted(num_tokens=num_tokens))
+                timeline = [convert.event_to_proto(event) for event in answer.timeline.events]
+                yield pb.GenerateResponse(retracted=pb.Retracted(num_tokens=num_tokens, timeline=timeline))
                 return
             if isinstance(event, Finished):
                 answer.timeline.add("finish", answer.opened_ns, num_tokens=num_tokens)

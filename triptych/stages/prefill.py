@@ -164,7 +164,7 @@ class _PrefillRun:
             self._link = await parts.links.kv(WorkerRef(self._grant.worker_id, self._grant.epoch))
             self._grant = await self._link.bind_kv(self._ref, self._grant)
         num_pages = sum(len(group.pages) for group in self._grant.groups)
-        if num_pages < parts.engine.manager.pages_for(self._plan.num_prompt_tokens):
+        if num_pages < parts.engine.manager.pages_for(self._plan.num_known_tokens):
             raise TransferRefused("the decode worker named too few pages")
         events = WriterEvents(
             failed=lambda error: _posted(parts.engine, partial(parts.engine.abort, self._ref, blaming_receiver(error))),
@@ -178,14 +178,15 @@ class _PrefillRun:
         start_ns = self._parts.clock.monotonic_ns()
         with needs_receiver():
             await self._link.commit_kv(
-                self._ref, self._grant, self._plan.num_prompt_tokens, num_bytes, self._first_token, self._position_delta
+                self._ref, self._grant, self._plan.num_known_tokens, num_bytes, self._first_token, self._position_delta
             )
         self._timeline.add("kv_commit", start_ns, num_bytes=num_bytes)
         self._is_handed_over = True
         self._parts.engine.post(partial(self._parts.engine.handed_over, self._ref))
 
     def _done(self, reason: FinishReason | None) -> pb.PrefillResponse:
-        usage = Usage(self._plan.num_prompt_tokens, self._cached_tokens, 1)
+        num_prompt, num_answered = self._plan.num_prompt_tokens, len(self._plan.answer_ids)
+        usage = Usage(num_prompt, min(self._cached_tokens, num_prompt), num_answered + 1)
         return pb.PrefillResponse(
             prefill_done=pb.PrefillDone(
                 finish_reason=convert.finish_reason_to_proto(reason),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from triptych.core.errors import InvalidRequest, RequestTooLarge, TransferRefused
@@ -9,6 +10,7 @@ from triptych.core.ids import AttemptRef
 from triptych.core.plan import Plan
 from triptych.core.timeline import Timeline
 from triptych.engine.sequence import Sequence, SequenceSink
+from triptych.mm.mrope import PositionArray
 from triptych.model.adapters.base import Adapter
 
 
@@ -20,6 +22,8 @@ def check_plan(plan: Plan, adapter: Adapter) -> None:
         raise InvalidRequest("the prompt is empty")
     if max(plan.compact_ids) >= adapter.vocab_size:
         raise InvalidRequest("the prompt holds a token that the model does not know")
+    if max(plan.answer_ids, default=0) >= adapter.vocab_size:
+        raise InvalidRequest("the answer so far holds a token that the model does not know")
     bias = plan.sampling.logit_bias
     if bias and bias[-1][0] >= adapter.vocab_size:
         raise InvalidRequest("logit_bias names a token that the model does not know", param="logit_bias")
@@ -41,11 +45,21 @@ def new_sequence(
     decode_timeline: Timeline,
 ) -> Sequence:
     """A sequence in its first phase. Raises MediaMismatch when the plan's ranges do not add up."""
-    ids = adapter.expand(plan.compact_ids, plan.items)
-    positions, delta = adapter.positions(len(ids), plan.items)
-    sequence = Sequence(ref, plan, ids.tolist(), positions, delta, sink, timeline, decode_timeline)
-    sequence.num_prompt = len(ids)
+    prompt = adapter.expand(plan.compact_ids, plan.items)
+    positions, delta = adapter.positions(len(prompt), plan.items)
+    positions = with_answer(positions, delta, len(plan.answer_ids))
+    ids = [*prompt.tolist(), *plan.answer_ids]
+    sequence = Sequence(ref, plan, ids, positions, delta, sink, timeline, decode_timeline)
+    sequence.num_prompt, sequence.num_sampled = len(prompt), len(plan.answer_ids)
     return sequence
+
+
+def with_answer(positions: PositionArray, delta: int, num_tokens: int) -> PositionArray:
+    """Positions of a prompt (axes, n) and of `num_tokens` of its answer: an index of the whole sequence plus the
+    prompt's `delta`, on all axes, wherever the answer is taken up again."""
+    axes, num_prompt = positions.shape
+    answer = np.arange(num_prompt, num_prompt + num_tokens, dtype=np.int64) + delta
+    return np.concatenate([positions, np.broadcast_to(answer, (axes, num_tokens))], axis=1)
 
 
 def rows_view(buffer: memoryview, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:

@@ -106,6 +106,7 @@ class InProcessCluster:
         capture_logits: bool = False,
         dtype: str = "float32",
         kv_pool_bytes: int = 64 << 20,
+        host_pool_bytes: int = 64 << 20,
         num_prefills: int = 1,
         num_decodes: int = 1,
         num_encoders: int = 1,
@@ -120,6 +121,7 @@ class InProcessCluster:
         self._language = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
+            "host_pool_bytes": host_pool_bytes,
             "landing_bytes": 16 << 20,
             "min_partial_tokens": min(64, chunk_tokens),
         }

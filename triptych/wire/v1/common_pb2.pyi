@@ -146,7 +146,7 @@ class LogitBias(_message.Message):
     def __init__(self, id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("compact_ids", "items", "sampling", "timeout_ms", "cache_salt", "model_fingerprint", "priority")
+    __slots__ = ("compact_ids", "items", "sampling", "timeout_ms", "cache_salt", "model_fingerprint", "priority", "answer_ids", "num_retractions")
     COMPACT_IDS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,8 @@ class Plan(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRACTIONS_FIELD_NUMBER: _ClassVar[int]
     compact_ids: _containers.RepeatedScalarFieldContainer[int]
     items: _containers.RepeatedCompositeFieldContainer[Item]
     sampling: Sampling
@@ -161,7 +163,9 @@ class Plan(_message.Message):
     cache_salt: bytes
     model_fingerprint: bytes
     priority: int
-    def __init__(self, compact_ids: _Optional[_Iterable[int]] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., priority: _Optional[int] = ...) -> None: ...
+    answer_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_retractions: int
+    def __init__(self, compact_ids: _Optional[_Iterable[int]] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., model_fingerprint: _Optional[bytes] = ..., priority: _Optional[int] = ..., answer_ids: _Optional[_Iterable[int]] = ..., num_retractions: _Optional[int] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("first_page", "num_pages")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.wire.v1 import common_pb2 as triptych_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/wire/v1/decode.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"b\n\x0fGenerateRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.triptych.wire.v1.Plan\"\xe1\x01\n\x10GenerateResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x17.triptych.wire.v1.GrantH\x00\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1c.triptych.wire.v1.TokenBatchH\x00\x12\x30\n\tretracted\x18\x03 \x01(\x0b\x32\x1b.triptych.wire.v1.RetractedH\x00\x12\x37\n\rgenerate_done\x18\x04 \x01(\x0b\x32\x1e.triptych.wire.v1.GenerateDoneH\x00\x42\x06\n\x04kind\"5\n\nTokenBatch\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.triptych.wire.v1.Token\"\x1f\n\tRetracted\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\"\xa0\x01\n\x0cGenerateDone\x12\x35\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1e.triptych.wire.v1.FinishReason\x12&\n\x05usage\x18\x02 \x01(\x0b\x32\x17.triptych.wire.v1.Usage\x12\x31\n\x08timeline\x18\x03 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent2]\n\x06\x44\x65\x63ode\x12S\n\x08Generate\x12!.triptych.wire.v1.GenerateRequest\x1a\".triptych.wire.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/wire/v1/decode.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"b\n\x0fGenerateRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.triptych.wire.v1.Plan\"\xe1\x01\n\x10GenerateResponse\x12*\n\x07granted\x18\x01 \x01(\x0b\x32\x17.triptych.wire.v1.GrantH\x00\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1c.triptych.wire.v1.TokenBatchH\x00\x12\x30\n\tretracted\x18\x03 \x01(\x0b\x32\x1b.triptych.wire.v1.RetractedH\x00\x12\x37\n\rgenerate_done\x18\x04 \x01(\x0b\x32\x1e.triptych.wire.v1.GenerateDoneH\x00\x42\x06\n\x04kind\"5\n\nTokenBatch\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.triptych.wire.v1.Token\"R\n\tRetracted\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x31\n\x08timeline\x18\x02 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent\"\xa0\x01\n\x0cGenerateDone\x12\x35\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1e.triptych.wire.v1.FinishReason\x12&\n\x05usage\x18\x02 \x01(\x0b\x32\x17.triptych.wire.v1.Usage\x12\x31\n\x08timeline\x18\x03 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent2]\n\x06\x44\x65\x63ode\x12S\n\x08Generate\x12!.triptych.wire.v1.GenerateRequest\x1a\".triptych.wire.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENBATCH']._serialized_start=410
   _globals['_TOKENBATCH']._serialized_end=463
   _globals['_RETRACTED']._serialized_start=465
-  _globals['_RETRACTED']._serialized_end=496
-  _globals['_GENERATEDONE']._serialized_start=499
-  _globals['_GENERATEDONE']._serialized_end=659
-  _globals['_DECODE']._serialized_start=661
-  _globals['_DECODE']._serialized_end=754
+  _globals['_RETRACTED']._serialized_end=547
+  _globals['_GENERATEDONE']._serialized_start=550
+  _globals['_GENERATEDONE']._serialized_end=710
+  _globals['_DECODE']._serialized_start=712
+  _globals['_DECODE']._serialized_end=805
 # @@protoc_insertion_point(module_scope)

@@ -34,10 +34,12 @@ class TokenBatch(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[_common_pb2.Token, _Mapping]]] = ...) -> None: ...
 
 class Retracted(_message.Message):
-    __slots__ = ("num_tokens",)
+    __slots__ = ("num_tokens", "timeline")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
-    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+    timeline: _containers.RepeatedCompositeFieldContainer[_common_pb2.TimelineEvent]
+    def __init__(self, num_tokens: _Optional[int] = ..., timeline: _Optional[_Iterable[_Union[_common_pb2.TimelineEvent, _Mapping]]] = ...) -> None: ...
 
 class GenerateDone(_message.Message):
     __slots__ = ("finish_reason", "usage", "timeline")

@@ -48,8 +48,8 @@ class DecodeServicer:
 
     def Generate(self, request, context):
         """Answers `granted` first, or RESOURCE_EXHAUSTED when there is no room now, or INVALID_ARGUMENT when the request
-        would not fit an empty pool. Then token batches from index 1 on (index 0 came from prefill), then
-        `generate_done`. Cancelling the call frees the grant.
+        would not fit an empty pool. Then token batches (the first token came from prefill: index 0, or in a replay the one
+        after the plan's answer_ids), then `generate_done` or `retracted`. Cancelling the call frees the grant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
