@@ -104,7 +104,7 @@ def run_all(reference: ReferenceModel, adapter: Adapter, prompts: list[Prompt], 
     vision = adapter.load_vision(torch.float32, torch.device("cpu"))
     part = adapter.load_language(torch.float32, torch.device("cpu"))
     shape = adapter.kv_shape
-    pool = torch.zeros(shape.num_layers, 2, NUM_PAGES, PAGE_TOKENS, shape.num_kv_heads, shape.head_dim)
+    pool = torch.zeros(shape.num_layers, 2, NUM_PAGES, shape.num_kv_heads, PAGE_TOKENS, shape.head_dim)
     runner = LanguageRunner(part, pool, PAGE_TOKENS, adapter.lookup_id)
     free = list(range(1, NUM_PAGES))
     rng.shuffle(free)

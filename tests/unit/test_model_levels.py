@@ -41,7 +41,7 @@ def model_dir(tiny_model_dirs: dict[str, Path]) -> Path:
 def runner(model_dir: Path) -> LanguageRunner:
     adapter = adapter_for(model_dir)
     kv = adapter.kv_shape
-    pool = torch.zeros(kv.num_layers, 2, 12, 16, kv.num_kv_heads, kv.head_dim)
+    pool = torch.zeros(kv.num_layers, 2, 12, kv.num_kv_heads, 16, kv.head_dim)
     return LanguageRunner(adapter.load_language(torch.float32, CPU), pool, 16, adapter.lookup_id)
 
 
@@ -169,7 +169,7 @@ def test_a_tower_without_further_levels_has_rows_of_one(model_dir: Path, tmp_pat
 def test_a_landing_slot_has_room_for_all_levels(model_dir: Path) -> None:
     adapter = adapter_for(model_dir)
     kv = adapter.kv_shape
-    pool = torch.zeros(kv.num_layers, 2, 12, 16, kv.num_kv_heads, kv.head_dim)
+    pool = torch.zeros(kv.num_layers, 2, 12, kv.num_kv_heads, 16, kv.head_dim)
     choice = ComputeChoice(CPU, torch.float32)
     settings = LanguageSettings()
     clock: Any = type("Clock", (), {"monotonic_ns": staticmethod(lambda: 0)})()

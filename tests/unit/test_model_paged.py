@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
-from triptych.model.paged import build_batch, context_slots, paged_attention
+from triptych.model.paged import SHORT_PAGES, build_batch, paged_attention
 
 LAYERS, PAGES, PAGE, HEADS, KV_HEADS, DIM = 2, 40, 4, 4, 2, 8
 CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ def stream(length: int, free: list[int]) -> Stream:
 
 
 def step(pool: torch.Tensor, layer: int, chunks: list[tuple[Stream, int]]) -> None:
-    batch = build_batch(pool, PAGE, [(s.pages, s.done, count) for s, count in chunks], CPU)
+    batch = build_batch(pool, [(s.pages, s.done, count) for s, count in chunks], CPU)
     packed = [torch.cat([part(s)[:, :, s.done : s.done + n] for s, n in chunks], dim=2) for part in PARTS]
     module: Any = SimpleNamespace(layer_idx=layer)
     out, _ = paged_attention(module, *packed, None, paged=batch)
@@ -64,7 +63,7 @@ PARTS = (lambda s: s.query, lambda s: s.key, lambda s: s.value)
 
 def empty_pool() -> torch.Tensor:
     """Every page poisoned but the reserved one."""
-    pool = torch.full((LAYERS, 2, PAGES, PAGE, KV_HEADS, DIM), float("nan"))
+    pool = torch.full((LAYERS, 2, PAGES, KV_HEADS, PAGE, DIM), float("nan"))
     pool[:, :, 0] = 0
     return pool
 
@@ -86,17 +85,53 @@ def test_it_is_plain_attention_in_any_chunks_and_mixes(seed: int, layer: int) ->
         assert pool[1 - layer, :, 1:].isnan().all(), "another layer was written"
 
 
-def test_only_the_slots_of_new_tokens_are_written() -> None:
+def test_only_the_places_of_new_tokens_are_written_and_the_rest_of_a_new_page_is_cleared() -> None:
     torch.manual_seed(0)
     pool = empty_pool()
     each = stream(10, [7, 3, 9])
     step(pool, 0, [(each, 6)])
     assert each.pages == [9, 3, 7]
-    written = ~pool[0, 0, :, :, 0, 0].isnan()
-    written[0] = False
-    assert written.nonzero().tolist() == [[3, 0], [3, 1], [9, 0], [9, 1], [9, 2], [9, 3]]
-    assert torch.equal(pool[0, 0, 3, 1], each.key[0, :, 5])
-    assert torch.equal(pool[0, 1, 3, 1], each.value[0, :, 5])
+    touched = ~pool[0, 0, :, 0, :, 0].isnan()
+    touched[0] = False
+    assert touched.nonzero().tolist() == [[page, offset] for page in (3, 9) for offset in range(PAGE)]
+    assert torch.equal(pool[0, 0, 3, :, 1], each.key[0, :, 5])
+    assert torch.equal(pool[0, 1, 3, :, 1], each.value[0, :, 5])
+    assert not pool[0, :, 3, :, 2:].any()
+    kept = pool[0, :, 9].clone()
+    step(pool, 0, [(each, 1)])
+    assert torch.equal(pool[0, :, 9], kept) and torch.equal(pool[0, 0, 3, :, 2], each.key[0, :, 6])
+
+
+def test_long_sequences_do_not_pad_short_ones() -> None:
+    pool = torch.zeros(1, 2, 400, 1, PAGE, DIM)
+    lengths = {"a": 1, "b": 20 * PAGE, "c": 41 * PAGE, "d": 3, "e": 44 * PAGE - 1}
+    tables = [list(range(1, 2 + (length - 1) // PAGE)) for length in lengths.values()]
+    rows = [(table, length - 1, 1) for table, length in zip(tables, lengths.values(), strict=True)]
+    groups = build_batch(pool, rows, CPU).decodes
+    names = ["".join("abcde"[int(row)] for row in torch.arange(5)[group.rows]) for group in groups]
+    assert names == ["ce", "b", "ad"]
+    assert [group.num_context for group in groups] == [44 * PAGE, 20 * PAGE, PAGE]
+    assert groups[1].mask is None, "a single sequence needs none"
+    together = build_batch(pool, [(list(range(1, 1 + SHORT_PAGES)), SHORT_PAGES * PAGE - 1, 1), ([9], 0, 1)], CPU)
+    assert [group.rows for group in together.decodes] == [slice(0, 2)]
+
+
+def test_bfloat16_is_near_what_float32_gives(seed: int) -> None:
+    torch.manual_seed(seed)
+    outs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(seed)
+        pool, free = empty_pool().to(dtype), list(range(1, PAGES))
+        streams = [stream(length, free) for length in (3, 13, 24)]
+        for each in streams:
+            rounded = (part(each).to(torch.bfloat16).to(dtype) for part in PARTS)
+            each.query, each.key, each.value = rounded
+            step(pool, 0, [(each, each.length - 2)])
+        for _ in range(2):
+            step(pool, 0, [(each, 1) for each in streams])
+        outs.append([torch.cat(each.out).float() for each in streams])
+    for rough, exact in zip(*outs, strict=True):
+        torch.testing.assert_close(rough, exact, rtol=0.02, atol=0.02)
 
 
 def test_sequences_share_the_pages_of_a_common_prefix() -> None:
@@ -116,7 +151,7 @@ def test_sequences_share_the_pages_of_a_common_prefix() -> None:
 def test_the_given_scale_is_used() -> None:
     torch.manual_seed(0)
     pool, each = empty_pool(), stream(5, [1, 2])
-    batch = build_batch(pool, PAGE, [(each.pages, 0, 5)], CPU)
+    batch = build_batch(pool, [(each.pages, 0, 5)], CPU)
     module: Any = SimpleNamespace(layer_idx=0)
     out, _ = paged_attention(module, each.query, each.key, each.value, None, scaling=0.01, paged=batch)
     plain = scaled_dot_product_attention(each.query, each.key, each.value, is_causal=True, enable_gqa=True, scale=0.01)
@@ -129,23 +164,13 @@ def test_a_mask_from_outside_is_a_bug() -> None:
         paged_attention(each, each.query, each.key, each.value, torch.zeros(2, 2), paged=None)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "slots"),
-    [(1, [28]), (4, [28, 29, 30, 31]), (5, [28, 29, 30, 31, 12]), (9, [28, 29, 30, 31, 12, 13, 14, 15, 36])],
-)
-def test_slots_follow_the_block_table(num_tokens: int, slots: list[int]) -> None:
-    found = context_slots([7, 3, 9], num_tokens, PAGE)
-    assert found.dtype == np.int64
-    assert found.tolist() == slots
-
-
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
 def test_pages_copied_to_another_pool_carry_all_layers() -> None:
     torch.manual_seed(0)
-    source = torch.randn(LAYERS, 2, 6, PAGE, KV_HEADS, DIM)
-    target = torch.zeros(LAYERS, 2, 9, PAGE, KV_HEADS, DIM)
+    source = torch.randn(LAYERS, 2, 6, KV_HEADS, PAGE, DIM)
+    target = torch.zeros(LAYERS, 2, 9, KV_HEADS, PAGE, DIM)
     moved = copy_pages(source, [5, 1, 2], target, [1, 8, 3])
     assert torch.equal(target[:, :, [1, 8, 3]], source[:, :, [5, 1, 2]])
     assert not target[:, :, [0, 2, 4, 5, 6, 7]].any()
@@ -173,7 +198,7 @@ def test_a_pool_is_a_view_of_its_memory() -> None:
     buffer = bytearray(shape.pool_bytes(torch.bfloat16) + 10)
     pool = view_pool(memoryview(buffer), shape, torch.bfloat16)
     assert pool.shape == shape.dims
-    pool[1, 1, 2, 3, 1, 7] = 1.0
+    pool[1, 1, 2, 1, 3, 7] = 1.0
     assert buffer[-12:-10] == b"\x80\x3f"
     with pytest.raises(ValueError, match="does not fit"):
         view_pool(memoryview(bytearray(10)), shape, torch.bfloat16)

@@ -62,7 +62,7 @@ def test_an_embedding_where_none_belongs_is_an_error(bad: RunSlice) -> None:
 def runner(tiny_model_dir: Path) -> LanguageRunner:
     adapter = adapter_for(tiny_model_dir)
     kv = adapter.kv_shape
-    pool = torch.zeros(kv.num_layers, 2, 12, 16, kv.num_kv_heads, kv.head_dim)
+    pool = torch.zeros(kv.num_layers, 2, 12, kv.num_kv_heads, 16, kv.head_dim)
     return LanguageRunner(adapter.load_language(torch.float32, torch.device("cpu")), pool, 16, lookup_id=5)
 
 

@@ -14,7 +14,9 @@ from triptych.kv.pages import PageLayout
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Shape of a pool: (layers, 2, pages, page_tokens, kv_heads, head_dim); index 0 of the second axis is K."""
+    """Shape of a pool: (layers, 2, pages, kv_heads, page_tokens, head_dim); index 0 of the second axis is K.
+
+    A head's tokens of a page lie together: attention reads them so."""
 
     num_layers: int
     num_pages: int
@@ -24,7 +26,7 @@ class PoolShape:
 
     @property
     def dims(self) -> tuple[int, int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_pages, self.page_tokens, self.num_kv_heads, self.head_dim)
+        return (self.num_layers, 2, self.num_pages, self.num_kv_heads, self.page_tokens, self.head_dim)
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers."""
@@ -70,7 +72,7 @@ class PoolPages:
     """Implements `PageSource`: the pages of a pool on any device, gathered as bytes of the host.
 
     Args:
-        pool: contiguous, (layers, 2, pages, page_tokens, kv_heads, head_dim).
+        pool: contiguous, (layers, 2, pages, kv_heads, page_tokens, head_dim).
     """
 
     def __init__(self, pool: torch.Tensor) -> None:

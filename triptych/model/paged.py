@@ -1,13 +1,18 @@
-"""Paged attention as a function that transformers calls through `AttentionInterface`.
+"""Attention over pages: what a step's rows see of the pool, for whoever computes the rest of the model.
 
 All sequences of a step are packed in one row. K and V of new tokens are written to the pool first, then each sequence
-attends to its pages. A *slot* is a token's place in the pool: page * page_tokens + offset. Page 0 is never handed out:
-padding rows name it, and it stays zero.
+attends to its pages. Page 0 is never handed out: padding names it, and it stays zero.
 
-    pool of one layer            block table of a sequence      slots of its context
-    (pages, page_tokens, …)      [7, 3, 9]                      7*16+0 … 7*16+15, 3*16+0 …
+    pool of one layer                                           block table of a sequence
+    (2, pages, kv_heads, page_tokens, head_dim)                 [7, 3, 9]
 
-This is the plain torch path (SDPA); it runs on CPU and on any GPU.
+    *strip*   (kind, page, head): page_tokens rows that lie together; what a context is gathered by
+    *row*     a strip's place for one token; what a new token is written to
+
+A whole strip is gathered, used or not, and what stands behind a sequence's last token is masked: weighed with zero. So
+that zero times what stands there is zero, whatever was there before, a page is cleared when its first token is written.
+
+This is the plain torch path; it runs on CPU and on any GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "triptych_paged"
+SHORT_PAGES = 8
+"""Sequences up to this long are attended to in one call, whatever each one's length; longer ones only with those that
+are at least half as long."""
 
-SlotArray = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
+BlockTable = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +42,35 @@ class ExtendSpan:
 
     Attributes:
         row, num_rows: its rows in the packed batch.
-        context: slots of all its tokens up to and including these rows, int64 (context,) on the device.
+        num_context: all its tokens up to and including these rows.
+        strips: of K, then of V, each head by head, int64 (2 * kv_heads * pages,); None when the rows are all there is.
+        mask: what each row sees, added to the scores: (num_rows, num_context); None when the rows are all there is.
     """
 
     row: int
     num_rows: int
-    context: torch.Tensor
+    num_context: int
+    strips: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """All sequences that add a single row, attended to in one padded call.
+    """Sequences that add a single row each, attended to in one padded call.
 
     Attributes:
-        rows: their rows in the packed batch, int64 (sequences,).
-        context: slots, int64 (sequences, longest); padded with slot 0.
-        mask: True where a slot is real, bool (sequences, 1, 1, longest).
+        rows: their rows in the packed batch: a slice where they lie together, else int64 (sequences,).
+        num_sequences, num_context: the longest context, in tokens.
+        strips: of K, then of V; each sequence by sequence, within that head by head: int64
+            (2 * sequences * kv_heads * pages,).
+        mask: added to the scores, (sequences, 1, 1, num_context); None when all contexts are equally long.
     """
 
-    rows: torch.Tensor
-    context: torch.Tensor
-    mask: torch.Tensor
+    rows: slice | torch.Tensor
+    num_sequences: int
+    num_context: int
+    strips: torch.Tensor
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,53 +78,175 @@ class PagedBatch:
     """What attention needs to know of a step.
 
     Attributes:
-        pool: (layers, 2, pages, page_tokens, kv_heads, head_dim); index 0 of the second axis is K, 1 is V.
-        write_slots: where each packed row's K and V go, int64 (rows,).
+        pool: (layers, 2, pages, kv_heads, page_tokens, head_dim); index 0 of the second axis is K, 1 is V.
+        write_rows: where each packed row's K and V go: K of each head, then V of each head, int64 (rows * 2 *
+            kv_heads,).
+        opened: strips that get their first token in this step, int64; None when there are none.
     """
 
     pool: torch.Tensor
-    write_slots: torch.Tensor
+    write_rows: torch.Tensor
+    opened: torch.Tensor | None
     extends: tuple[ExtendSpan, ...]
-    decodes: DecodeGroup | None
+    decodes: tuple[DecodeGroup, ...]
 
+    def write(self, layer: int, new: torch.Tensor) -> None:
+        """Puts K and V of the packed rows, (rows, 2 * kv_heads, head_dim), into the pages of a layer."""
+        rows = self.pool[layer].view(-1, new.shape[-1])
+        if self.opened is not None:
+            self._strips(layer).index_fill_(0, self.opened, 0)
+        rows.index_copy_(0, self.write_rows, new.reshape(-1, new.shape[-1]))
 
-def context_slots(pages: Sequence[int], num_tokens: int, page_tokens: int) -> SlotArray:
-    """Slots of a sequence's first `num_tokens` tokens, int64 (num_tokens,)."""
-    table = np.asarray(pages[: -(-num_tokens // page_tokens)], dtype=np.int64)
-    return (table[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)[:num_tokens]
+    def attend(self, layer: int, query: torch.Tensor, new: torch.Tensor, scale: float) -> torch.Tensor:
+        """(rows, heads, head_dim) of every sequence over its context, as (rows, heads, head_dim). `new` is what was
+        written for these rows."""
+        if len(self.decodes) == 1 and not self.extends:
+            return self._decode(layer, query, self.decodes[0], scale)
+        out = torch.empty_like(query)
+        for span in self.extends:
+            end = span.row + span.num_rows
+            out[span.row : end] = self._extend(layer, query[span.row : end], new[span.row : end], span, scale)
+        for group in self.decodes:
+            out[group.rows] = self._decode(layer, query[group.rows], group, scale)
+        return out
 
-
-def build_batch(
-    pool: torch.Tensor, page_tokens: int, rows: Sequence[tuple[Sequence[int], int, int]], device: torch.device
-) -> PagedBatch:
-    """A batch from (block table, first new token's index, new tokens) of each sequence, in packed order."""
-    writes: list[SlotArray] = []
-    extends: list[ExtendSpan] = []
-    singles: list[tuple[int, SlotArray]] = []
-    row = 0
-    for pages, start, count in rows:
-        slots = context_slots(pages, start + count, page_tokens)
-        writes.append(slots[start:])
-        if count == 1:
-            singles.append((row, slots))
+    def _extend(
+        self, layer: int, query: torch.Tensor, new: torch.Tensor, span: ExtendSpan, scale: float
+    ) -> torch.Tensor:
+        """A chunk over its cached prefix: causal within the chunk, everything before it visible."""
+        kv_heads, dim = new.shape[1] // 2, new.shape[2]
+        if span.strips is None:
+            both = new.view(-1, 2, kv_heads, dim).permute(1, 2, 0, 3)
         else:
-            extends.append(ExtendSpan(row, count, torch.from_numpy(slots).to(device)))
+            gathered = self._strips(layer).index_select(0, span.strips)
+            both = gathered.view(2, kv_heads, -1, dim)[:, :, : span.num_context]
+        out = scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            both[0].unsqueeze(0),
+            both[1].unsqueeze(0),
+            attn_mask=span.mask,
+            is_causal=span.mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
+    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, scale: float) -> torch.Tensor:
+        """One query row a sequence; the heads that share a K/V head become the rows of one small attention."""
+        dim, kv_heads = query.shape[2], self.pool.shape[3]
+        gathered = self._strips(layer).index_select(0, group.strips)
+        both = gathered.view(2, group.num_sequences, kv_heads, -1, dim)[:, :, :, : group.num_context]
+        q = query.reshape(group.num_sequences, kv_heads, -1, dim)
+        if q.dtype is torch.bfloat16 and q.device.type == "cpu":
+            return _small_attention(q, both[0], both[1], group.mask, scale).view(query.shape)
+        out = scaled_dot_product_attention(q, both[0], both[1], attn_mask=group.mask, scale=scale)
+        return out.reshape(query.shape)
+
+    def _strips(self, layer: int) -> torch.Tensor:
+        page_tokens, dim = self.pool.shape[4:]
+        return self.pool[layer].view(-1, page_tokens * dim)
+
+
+def _small_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """(sequences, kv_heads, few rows, head_dim) over (sequences, kv_heads, context, head_dim).
+
+    torch's fused attention for bfloat16 on the CPU is made for many rows; two products are twice as fast for few.
+    """
+    sequences, kv_heads, rows, dim = query.shape
+    flat = query.reshape(-1, rows, dim).mul(scale).transpose(1, 2)
+    scores = torch.bmm(key.flatten(0, 1), flat).transpose(1, 2)
+    if mask is not None:
+        scores = (scores.reshape(sequences, kv_heads, rows, -1) + mask).view(-1, rows, key.shape[2])
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.bmm(weights, value.flatten(0, 1))
+
+
+def build_batch(pool: torch.Tensor, rows: Sequence[tuple[BlockTable, int, int]], device: torch.device) -> PagedBatch:
+    """A batch from (block table, first new token's index, new tokens) of each sequence, in packed order."""
+    _, _, num_pages, kv_heads, page_tokens, _ = pool.shape
+    strips = _Strips(num_pages, kv_heads, pool.dtype, device)
+    writes: list[Indices] = []
+    opened: list[int] = []
+    extends: list[ExtendSpan] = []
+    singles: list[tuple[int, BlockTable, int]] = []
+    row = 0
+    for table, start, count in rows:
+        tokens = np.arange(start, start + count)
+        pages = np.asarray(table, dtype=np.int64)[tokens // page_tokens]
+        writes.append(strips.of_pages(pages) * page_tokens + (tokens % page_tokens)[:, None])
+        opened += pages[tokens % page_tokens == 0].tolist()
+        if count == 1:
+            singles.append((row, table[: -(-(start + 1) // page_tokens)], start + 1))
+        else:
+            extends.append(strips.extend(row, table[: -(-(start + count) // page_tokens)], start, count))
         row += count
-    write_slots = torch.from_numpy(np.concatenate(writes)).to(device)
-    return PagedBatch(pool, write_slots, tuple(extends), _decode_group(singles, device))
+    return PagedBatch(
+        pool,
+        strips.to_device(np.concatenate(writes).reshape(-1)),
+        strips.to_device(strips.of_pages(np.asarray(opened, dtype=np.int64)).reshape(-1)) if opened else None,
+        tuple(extends),
+        tuple(strips.group(part, page_tokens) for part in _alike(singles)),
+    )
 
 
-def _decode_group(singles: Sequence[tuple[int, SlotArray]], device: torch.device) -> DecodeGroup | None:
+@dataclass(frozen=True, slots=True)
+class _Strips:
+    """Numbers the strips of a layer: (kind * pages + page) * kv_heads + head."""
+
+    num_pages: int
+    kv_heads: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def of_pages(self, pages: Indices) -> Indices:
+        """int64 (pages, 2 * kv_heads): K of each head, then V of each head."""
+        kinds = (np.arange(2) * self.num_pages)[:, None] * self.kv_heads + np.arange(self.kv_heads)
+        strips: Indices = pages[:, None] * self.kv_heads + kinds.reshape(-1)
+        return strips
+
+    def extend(self, row: int, table: BlockTable, start: int, count: int) -> ExtendSpan:
+        if start == 0:
+            return ExtendSpan(row, count, count, None, None)
+        strips = self.of_pages(np.asarray(table, dtype=np.int64)).T.reshape(-1)
+        seen = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+        return ExtendSpan(row, count, start + count, self.to_device(strips), self._mask(seen))
+
+    def group(self, singles: Sequence[tuple[int, BlockTable, int]], page_tokens: int) -> DecodeGroup:
+        count, lengths = len(singles), np.array([length for _, _, length in singles])
+        longest = max(len(table) for _, table, _ in singles)
+        tables = np.zeros((count, longest), dtype=np.int64)
+        for index, (_, table, _) in enumerate(singles):
+            tables[index, : len(table)] = table
+        kinds = (np.arange(2) * self.num_pages)[:, None, None, None]
+        strips = (kinds + tables[None, :, None, :]) * self.kv_heads + np.arange(self.kv_heads)[:, None]
+        mask, num_context = None, int(lengths.max())
+        if (lengths != num_context).any():
+            num_context = longest * page_tokens
+            seen = np.arange(num_context) < lengths[:, None]
+            mask = self._mask(torch.from_numpy(seen)[:, None, None])
+        rows = [row for row, _, _ in singles]
+        together = rows[-1] - rows[0] == count - 1 and sorted(rows) == rows
+        place = slice(rows[0], rows[-1] + 1) if together else self.to_device(np.array(rows, dtype=np.int64))
+        return DecodeGroup(place, count, num_context, self.to_device(strips.reshape(-1)), mask)
+
+    def to_device(self, array: Indices) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _mask(self, seen: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf")).to(self.device)
+
+
+def _alike(singles: Sequence[tuple[int, BlockTable, int]]) -> list[list[tuple[int, BlockTable, int]]]:
+    """Sequences in groups of like length, so that a long one does not pad the others to its own."""
     if not singles:
-        return None
-    longest = max(len(slots) for _, slots in singles)
-    context = np.zeros((len(singles), longest), dtype=np.int64)
-    mask = np.zeros((len(singles), 1, 1, longest), dtype=np.bool_)
-    for index, (_, slots) in enumerate(singles):
-        context[index, : len(slots)] = slots
-        mask[index, ..., : len(slots)] = True
-    rows = np.array([row for row, _ in singles], dtype=np.int64)
-    return DecodeGroup(*(torch.from_numpy(array).to(device) for array in (rows, context, mask)))
+        return []
+    longest = max(len(table) for _, table, _ in singles)
+    if longest <= SHORT_PAGES or 2 * min(len(table) for _, table, _ in singles) >= longest:
+        return [list(singles)]
+    long = [single for single in singles if 2 * len(single[1]) >= longest]
+    return [long, *_alike([single for single in singles if 2 * len(single[1]) < longest])]
 
 
 def paged_attention(
@@ -129,44 +268,10 @@ def paged_attention(
         (1, rows, heads, head_dim).
     """
     assert paged is not None and attention_mask is None, "paged attention needs its batch and no mask"
-    layer = paged.pool[cast(int, module.layer_idx)]
-    keys, values = (half.view(-1, *half.shape[2:]) for half in (layer[0], layer[1]))
-    keys.index_copy_(0, paged.write_slots, key[0].transpose(0, 1))
-    values.index_copy_(0, paged.write_slots, value[0].transpose(0, 1))
-    out = torch.empty_like(query[0].transpose(0, 1))
-    for span in paged.extends:
-        out[span.row : span.row + span.num_rows] = _extend(query[0], keys, values, span, scaling)
-    if paged.decodes is not None:
-        out[paged.decodes.rows] = _decode(query[0], keys, values, paged.decodes, scaling)
-    return out.unsqueeze(0), None
-
-
-def _extend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: ExtendSpan, scaling: float | None
-) -> torch.Tensor:
-    """A chunk over its cached prefix: causal within the chunk, everything before it visible."""
-    q = query[:, span.row : span.row + span.num_rows].unsqueeze(0)
-    k = keys[span.context].transpose(0, 1).unsqueeze(0)
-    v = values[span.context].transpose(0, 1).unsqueeze(0)
-    context, rows = span.context.shape[0], span.num_rows
-    mask = None
-    if context != rows:
-        mask = torch.ones(rows, context, dtype=torch.bool, device=q.device).tril(context - rows)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
-def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scaling: float | None
-) -> torch.Tensor:
-    """One query row a sequence; the heads that share a K/V head become the rows of one small attention."""
-    num_sequences, kv_heads = group.rows.shape[0], keys.shape[1]
-    q = query[:, group.rows].transpose(0, 1)
-    q = q.reshape(num_sequences, kv_heads, -1, q.shape[-1])
-    k = keys[group.context].transpose(1, 2)
-    v = values[group.context].transpose(1, 2)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
-    return out.reshape(num_sequences, -1, q.shape[-1])
+    layer, scale = cast(int, module.layer_idx), query.shape[-1] ** -0.5 if scaling is None else scaling
+    new = torch.cat([key[0], value[0]]).transpose(0, 1).contiguous()
+    paged.write(layer, new)
+    return paged.attend(layer, query[0].transpose(0, 1), new, scale).unsqueeze(0), None
 
 
 def register_paged_attention() -> None:

@@ -123,9 +123,7 @@ class LanguageRunner:
         ids = np.concatenate([piece.ids for piece in slices])
         positions = np.concatenate([piece.positions for piece in slices], axis=1)
         embeddings, levels = scatter(self.part, ids, slices, self._lookup_id)
-        batch = build_batch(
-            self.pool, self.page_tokens, [(p.pages, p.start, len(p.ids)) for p in slices], self.part.device
-        )
+        batch = build_batch(self.pool, [(p.pages, p.start, len(p.ids)) for p in slices], self.part.device)
         hidden = self.part.hidden(embeddings, torch.from_numpy(positions).to(self.part.device), batch, levels)
         return self._sample(hidden, slices)
 

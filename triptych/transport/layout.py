@@ -26,7 +26,9 @@ def kv_layout_fingerprint(
 ) -> bytes:
     """32 bytes over one KV page. The number of pages is not part of it: pools may differ in size, and the sender learns
     it from the arena (`kv/pages.py`)."""
-    return _fingerprint("kv", [dtype, num_layers, page_tokens, num_kv_heads, head_dim, model_fingerprint])
+    return _fingerprint(
+        "kv", ["head after head", dtype, num_layers, page_tokens, num_kv_heads, head_dim, model_fingerprint]
+    )
 
 
 @cache
