@@ -11,7 +11,8 @@ import pytest
 from tests.parity.cluster_side import judged, request_of
 from tests.parity.compare import Comparison
 from tests.parity.conftest import Extent
-from tests.parity.prompts import Prompt
+from tests.parity.matrix import PROMPTS, PROMPTS_SEED
+from tests.parity.prompts import Prompt, make_prompts
 from tests.parity.reference import NEW_TOKENS, ReferenceModel
 from tests.parity.retracting import WAYS, Forcing
 from triptych.core.errors import TriptychError
@@ -27,8 +28,8 @@ SAMPLED_STEPS = 6
 
 
 def two_prompts(extent: Extent) -> list[Prompt]:
-    """One of text alone, one with pictures."""
-    prompts = extent.prompts(8)
+    """One of text alone, one with pictures; others with each seed."""
+    prompts = random.Random(extent.seed).sample(make_prompts(PROMPTS_SEED, PROMPTS), PROMPTS)
     return [next(p for p in prompts if not p.media), next(p for p in prompts if p.media)]
 
 

@@ -25,6 +25,7 @@ from triptych.kv.manager import CacheManager
 from triptych.mm.mrope import mrope_positions
 from triptych.mm.sentinels import item_sentinels
 from triptych.sched.language import StepBudget
+from triptych.stages.sequences import with_answer
 from triptych.testing.fake_runner import FakeRunner, expected_answer
 from triptych.transport.slots import SlotAllocator
 
@@ -142,8 +143,10 @@ class House:
         needs_handoff: bool = False,
         salt: bytes = b"",
         repetition_penalty: float = 1.0,
+        answer: SequenceOf[int] = (),
+        num_retractions: int = 0,
     ) -> Sequence:
-        """`prompt`: text ids, and (item number, rows) for a picture."""
+        """`prompt`: text ids, and (item number, rows) for a picture. `answer`: of a replay, what is out already."""
         self.serial += 1
         compact: list[int] = []
         items: list[Item] = []
@@ -164,6 +167,8 @@ class House:
             Sampling(max_tokens, stop_token_ids=stop, repetition_penalty=repetition_penalty),
             60.0,
             salt,
+            answer_ids=tuple(answer),
+            num_retractions=num_retractions,
         )
         ids = expand(compact, items, [item_sentinels(item.identity, item.num_tokens) for item in items])
         positions, delta = mrope_positions(len(ids), items, 1)
@@ -171,8 +176,9 @@ class House:
         ref = AttemptRef(f"req-{self.serial}")
         timelines = Timeline("prefill", "p", clock), Timeline("decode", "p", clock)
         delta = delta if self.position_delta is None else self.position_delta
-        made = Sequence(ref, plan, ids.tolist(), positions, delta, Listener(), *timelines)
-        made.num_prompt, made.needs_handoff = len(ids), needs_handoff
+        positions = with_answer(positions, delta, len(answer))
+        made = Sequence(ref, plan, [*ids.tolist(), *answer], positions, delta, Listener(), *timelines)
+        made.num_prompt, made.num_sampled, made.needs_handoff = len(ids), len(answer), needs_handoff
         return made
 
     def submit(self, *args: object, **how: object) -> Sequence:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -314,6 +314,30 @@ async def test_first_come_first_served() -> None:
         queue.room_may_be_free()
     assert served == list("abcd")
     assert queue.waiting == 0
+
+
+async def test_those_that_had_room_and_lost_it_go_first_in_their_own_order() -> None:
+    queue, room, served = AdmissionQueue(2), Room(), []
+
+    async def one(admit: Callable[[Callable[[], Awaitable[str | None]]], Awaitable[str]], name: str) -> None:
+        served.append(await admit(lambda: room.ask(name)))
+
+    async with asyncio.TaskGroup() as group:
+        for name in "ab":
+            group.create_task(one(queue.admit, name))
+            await asyncio.sleep(0.005)
+        for name in "yz":
+            group.create_task(one(queue.admit_again, name))
+            await asyncio.sleep(0.005)
+        room.asked.clear()
+        await asyncio.sleep(0.12)
+        assert set(room.asked) == {"y"}, "who stood first asks no more"
+        for _ in range(4):
+            room.free += 1
+            queue.room_may_be_free()
+            await asyncio.sleep(0.08)
+    assert served == list("yzab")
+    assert queue.waiting == queue._num_again == 0
 
 
 async def test_one_that_gives_up_leaves_the_line() -> None:
