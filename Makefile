@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-for-$(shell cksum < pyproject.toml | cut -d ' ' -f 1
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-cluster proto clean
+.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-cluster verify-engine proto clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -49,7 +49,7 @@ lint: $(STAMP)  ## ruff: rules and format, and the import rules of docs/architec
 typecheck: $(STAMP)  ## mypy, strict
 	@$(BIN)/mypy
 
-verify: verify-parity verify-expansion verify-cluster  ## what is too long for `make test`; reports go to benchmarks/results
+verify: verify-parity verify-expansion verify-cluster verify-engine  ## what is too long for `make test`; reports go to benchmarks/results
 	@mkdir -p benchmarks/results
 	@$(BIN)/python -m scripts.eval_demo_model --json benchmarks/results/eval_demo_model.json --seed 1 --per-type 500
 
@@ -61,6 +61,9 @@ verify-expansion: $(STAMP)  ## 5,000 sizes of pictures a family: rows counted, p
 
 verify-cluster: $(STAMP)  ## workers killed under load in every topology, and frozen
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py $(ARGS)
+
+verify-engine: $(STAMP)  ## 1,000 storms over the engine: eviction and retraction at every step
+	@$(BIN)/python -m scripts.verify_engine --json benchmarks/results/engine_storm.json $(ARGS)
 
 proto: $(STAMP)  ## write the gRPC stubs again
 	@PYTHON=$(BIN)/python scripts/gen_proto.sh
