@@ -92,6 +92,7 @@ class Camp:
         rows = max(sum(item.num_tokens for item in wish.plan.items) for wish in wishes)
         return {
             "page_tokens": page_tokens,
+            "host_pool_bytes": dice.choice([0, num_pages // 3, 100 * num_pages]) * page_bytes,
             "kv_pool_bytes": (num_pages + dice.randint(0, 2 * num_pages)) * page_bytes,
             "landing_bytes": max(4096, (rows * self.world.row_bytes + 64 * 4) * dice.choice([1, 2, 4])),
             "min_partial_tokens": dice.choice([1, 8, 64]),

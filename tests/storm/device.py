@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import torch
+
 from triptych.model.runner import LanguageRunner, RunOutput, RunSlice
 from triptych.testing.async_runner import resolved
 
@@ -28,6 +30,20 @@ class DicedRunner:
         if self._dice.random() < 0.4:
             self.compute_until(flight)
         return flight
+
+    @property
+    def page_bytes(self) -> int:
+        return self._runner.page_bytes
+
+    def save_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """In order, after the steps that were launched before."""
+        if self._pending:
+            self.compute_until(self._pending[-1])
+        return self._runner.save_pages(pages)
+
+    def load_pages(self, saved: torch.Tensor, pages: Sequence[int]) -> None:
+        """At once: no step under way may name these pages."""
+        self._runner.load_pages(saved, pages)
 
     def compute_until(self, last: DicedFlight) -> None:
         while last in self._pending:

@@ -15,6 +15,7 @@ import pytest
 from triptych.core.expansion import IdArray
 from triptych.engine import handoff, loop, slices, step
 from triptych.engine.landing import LandingTable, SlotState
+from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence as EngineSequence
 from triptych.kv import grants
@@ -22,6 +23,7 @@ from triptych.kv.manager import CacheManager, SequencePages
 from triptych.kv.radix import Node, RadixTree
 from triptych.mm.embedding_cache import CacheKey
 from triptych.model.runner import EmbeddingSpan
+from triptych.stages import sequences
 
 Patch = pytest.MonkeyPatch
 
@@ -85,15 +87,15 @@ def _slot_not_returned(patch: Patch) -> None:
 
 def _slot_quarantine_skipped(patch: Patch) -> None:
     """Who may still write to the slot of an attempt that ended is not waited for."""
-    sound = LandingTable.abandon
+    sound = LandingTable.stop_waiting
 
-    def abandon(landing: LandingTable, ref: Any) -> None:
+    def stop_waiting(landing: LandingTable, ref: Any) -> None:
         for key, slot in landing._living.items():
             if key[0] == ref and slot.state is SlotState.HANDED:
-                slot.state = SlotState.LANDED
+                slot.state = SlotState.RESERVED
         sound(landing, ref)
 
-    patch.setattr(LandingTable, "abandon", abandon)
+    patch.setattr(LandingTable, "stop_waiting", stop_waiting)
 
 
 def _look_alikes_swapped(patch: Patch) -> None:
@@ -172,6 +174,42 @@ def _goes_on_after_the_end(patch: Patch) -> None:
     patch.setattr(loop, "TERMINAL", frozenset())
 
 
+def _retraction_loses_a_token(patch: Patch) -> None:
+    """What comes back from the host has forgotten its last token."""
+    sound = Parking.unpark
+
+    def unpark(parking: Parking, spare_pages: int) -> EngineSequence | None:
+        sequence = sound(parking, spare_pages)
+        if sequence is not None:
+            sequence.ids[-1] = sequence.ids[-2]
+        return sequence
+
+    patch.setattr(Parking, "unpark", unpark)
+
+
+def _retraction_restores_other_pages(patch: Patch) -> None:
+    """Of what waited on the host the first pages are loaded, and not those that the cache does not hold."""
+
+    def load(parking: Parking, parked: Any) -> None:
+        pages = parked.sequence.pages
+        first, end = len(pages.path), parked.saved.shape[2]
+        if first < end:
+            parking._store.load_pages(parked.saved[:, :, : end - first], pages.pages[first:end])
+
+    patch.setattr(Parking, "_load", load)
+
+
+def _replay_takes_wrong_positions(patch: Patch) -> None:
+    """An answer that is taken up again forgets how far pictures set back its positions."""
+    sound = sequences.with_answer
+    patch.setattr(sequences, "with_answer", lambda positions, delta, num_tokens: sound(positions, 0, num_tokens))
+
+
+def _host_pool_not_returned(patch: Patch) -> None:
+    sound = Parking._count
+    patch.setattr(Parking, "_count", lambda parking, num_bytes: sound(parking, max(0, num_bytes)))
+
+
 def _last_page_stays_behind(patch: Patch) -> None:
     """The partly filled page at a prompt's end does not travel to decode."""
     sound = handoff.push_pages
@@ -204,6 +242,10 @@ FAULTS: dict[str, Fault] = {
     "pages shared before they are written": Fault(_pages_shared_before_they_are_written),
     "token emitted twice": Fault(_token_emitted_twice),
     "goes on after the end": Fault(_goes_on_after_the_end),
+    "retraction loses a token": Fault(_retraction_loses_a_token),
+    "retraction restores other pages": Fault(_retraction_restores_other_pages),
+    "replay takes wrong positions": Fault(_replay_takes_wrong_positions),
+    "host pool not returned": Fault(_host_pool_not_returned),
     "last page stays behind": Fault(_last_page_stays_behind, needs_camp=True),
     "grant not returned": Fault(_grant_not_returned, needs_camp=True),
 }

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from triptych.core.lifecycle import Phase
+from triptych.core.plan import MAX_RETRACTIONS
 from triptych.engine.loop import LanguageEngine
 from triptych.engine.sequence import Sequence
 
@@ -44,11 +45,11 @@ class Trouble:
         counts.turns += 1
         if dice.random() < self.evict:
             counts.evicted_pages += shed(engine, dice.choice([1, 2, engine.manager.num_usable]))
-        decoding = [each for each in engine._running if each.phase is Phase.DECODING]
+        decoding = [each for each in engine._running if each.phase is Phase.DECODING and _may_lose_its_place(each)]
         if decoding and dice.random() < self.retract:
-            counts.retractions += getattr(engine, "retract", bool)(_chosen(decoding, dice).ref)
+            counts.retractions += engine.retract(_chosen(decoding, dice).ref)
         if decoding and dice.random() < self.replay:
-            counts.replays += getattr(engine, "retract_for_replay", bool)(_chosen(decoding, dice).ref)
+            counts.replays += engine.retract_for_replay(_chosen(decoding, dice).ref)
 
 
 def shed(engine: LanguageEngine, count: int) -> int:
@@ -56,6 +57,11 @@ def shed(engine: LanguageEngine, count: int) -> int:
     pages = engine.manager.tree.evict(count)
     engine.manager._allocator.free(pages)
     return len(pages)
+
+
+def _may_lose_its_place(sequence: Sequence) -> bool:
+    """A full host pool turns a retraction into a replay, and of those the router allows so many."""
+    return sequence.plan.num_retractions < MAX_RETRACTIONS
 
 
 def _chosen(decoding: list[Sequence], dice: random.Random) -> Sequence:

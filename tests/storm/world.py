@@ -14,8 +14,8 @@ from PIL import Image
 from tests.parity import checkpoints
 from tests.storm.prompts import Piece, Prompt
 from triptych.core.plan import Item, Modality, Plan, Sampling, TokenRange
+from triptych.media.picture import decode_picture, fit
 from triptych.model.parts import LanguagePart, VisionPart
-from triptych.model.picture import decode_picture
 from triptych.model.registry import adapter_for
 
 FAMILIES = tuple(checkpoints.FAMILIES)
@@ -48,8 +48,9 @@ class World:
     def rows(self, media: bytes) -> torch.Tensor:
         """The picture's embedding, (num_tokens, row_elements), by the tower; a copy that the caller may keep."""
         if media not in self._rows:
-            pixels, grid = self.vision.preprocess(decode_picture(media, MAX_PIXELS))
-            self._rows[media] = self.vision.encode([pixels], [grid])[0].contiguous()
+            grid = self.adapter.image_layout(*_size_px(media)).grid
+            picture = fit(decode_picture(media, MAX_PIXELS), self.vision.target(grid))
+            self._rows[media] = self.vision.encode([self.vision.patches(picture)], [grid])[0].contiguous()
         return self._rows[media].clone()
 
     def plan(self, prompt: Prompt, sampling: Sampling, salt: bytes = b"") -> Plan:

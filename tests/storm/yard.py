@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,12 +44,12 @@ SCRIBBLE = 1e6
 
 @dataclass
 class Job:
-    """One wish on its way: the attempt under way, and how many tokens of it have come."""
+    """One wish on its way: the attempt under way, and whether it has to be replayed."""
 
     wish: Wish
     reply: Reply
     ref: AttemptRef
-    num_heard: int = 0
+    num_replays: int = 0
     is_to_repeat: bool = False
 
     # -- a SequenceSink ----------------------------------------------------------------------------------------------
@@ -59,14 +59,7 @@ class Job:
     def decoding(self) -> None: ...
 
     def tokens(self, tokens: SequenceOf[Token]) -> None:
-        """A repeated attempt says again what was said before it: that must be the same."""
-        for token in tokens:
-            known = self.reply.tokens[self.num_heard].id if self.num_heard < len(self.reply.tokens) else None
-            if known is None:
-                self.reply.heard([token])
-            elif (token.index, token.id) != (self.num_heard, known):
-                raise StormFailed(f"{self.wish}: repeats token {self.num_heard}, {known}, as {token}")
-            self.num_heard += 1
+        self.reply.heard(tokens)
 
     def finished(self, reason: FinishReason) -> None:
         self.reply.finished(reason)
@@ -75,8 +68,7 @@ class Job:
         self.is_to_repeat = True
 
     def failed(self, error: TriptychError) -> None:
-        if not self.is_to_repeat:
-            self.reply.failed(error)
+        self.reply.failed(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +111,9 @@ class Yard:
         self.book = PoisonedSlots(memoryview(bytearray(arena_bytes)))
         self.cache: EmbeddingCache[torch.Tensor] = EmbeddingCache(dice.choice([1, 8, 64]) * 4096)
         budget = StepBudget(chunk + dice.randint(0, 64), chunk, dice.choice([1, 8, 64]))
-        limits = EngineLimits(budget, dice.choice([2, 4, 16]), len(self.jobs), self.world.row_bytes)
+        host_pool_bytes = dice.choice([0, num_pages // 3, 100 * num_pages]) * runner.page_bytes
+        max_sequences = dice.choice([2, 4, 16])
+        limits = EngineLimits(budget, max_sequences, len(self.jobs), self.world.row_bytes, host_pool_bytes)
         device = DicedRunner(runner, dice) if dice.random() < 0.5 else runner
         self.engine = LanguageEngine(
             device,  # type: ignore[arg-type]
@@ -154,8 +148,7 @@ class Yard:
             if turn == wish.arrives:
                 self._submit(job)
             if job.is_to_repeat:
-                job.ref, job.num_heard, job.is_to_repeat = _next_attempt(job.ref), 0, False
-                self._submit(job)
+                self._replay(job)
             if wish.is_left_after is not None and self._leaves(job, turn - wish.arrives):
                 self.engine.abort(job.ref, Aborted("the caller left"))
 
@@ -164,9 +157,16 @@ class Yard:
         is_awaited = any(errand.job is job for errand in self._errands) and self.dice.random() < 0.3
         return is_awaited or num_turns == job.wish.is_left_after
 
+    def _replay(self, job: Job) -> None:
+        """As the router does: another attempt, with what was answered so far."""
+        job.is_to_repeat, job.num_replays = False, job.num_replays + 1
+        job.ref = AttemptRef(job.ref.request_id, job.ref.choice, job.ref.attempt + 1)
+        self._submit(job)
+
     def _submit(self, job: Job) -> None:
+        plan = replace(job.wish.plan, answer_ids=job.reply.ids, num_retractions=job.num_replays)
         timelines = Timeline("prefill", "yard", self.clock), Timeline("decode", "yard", self.clock)
-        self.engine.submit(new_sequence(job.ref, job.wish.plan, self.world.adapter, job, *timelines))
+        self.engine.submit(new_sequence(job.ref, plan, self.world.adapter, job, *timelines))
 
     # -- encoders ----------------------------------------------------------------------------------------------------
 
@@ -259,9 +259,5 @@ def held_by(engine: LanguageEngine) -> dict[str, object]:
     found["locks"] = sum(node.locks for node in engine.manager.tree.nodes())
     found["slots"] = len(engine.landing)
     found["sequences"] = len(engine._living) + len(engine._running) + engine.num_waiting
-    found["host_pool_bytes"] = getattr(engine, "host_pool_bytes", 0)
+    found["host_pool_bytes"] = engine.host_pool_bytes
     return {name: held for name, held in found.items() if held}
-
-
-def _next_attempt(ref: AttemptRef) -> AttemptRef:
-    return AttemptRef(ref.request_id, ref.choice, ref.attempt + 1)

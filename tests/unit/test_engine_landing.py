@@ -43,6 +43,19 @@ def test_a_reservation_is_for_all_items_or_none() -> None:
     assert len(arena.table) == 2
 
 
+def test_an_ended_attempt_waits_for_its_writers_at_once_and_keeps_what_has_landed() -> None:
+    """A step under way may outlast both the attempt and its writer: the slot must not wait for the writer for ever."""
+    arena = Arena()
+    arena.check(arena.handed(REF, 0))
+    arena.table.landed(REF, 0)
+    arena.handed(REF, 1)
+    arena.table.stop_waiting(REF)
+    assert (arena.book.owned_bytes, arena.book.quarantined_bytes) == (64, 64)
+    arena.table.writer_done_with(WRITER, REF, 1)
+    arena.table.abandon(REF)
+    assert arena.is_empty
+
+
 def test_no_items_need_no_room() -> None:
     arena = Arena(64)
     arena.handed()

@@ -99,15 +99,20 @@ class LandingTable:
         assert landing.state is SlotState.LANDED
         self._book.release(landing.slot)
 
+    def stop_waiting(self, ref: AttemptRef) -> None:
+        """The attempt ended. What an encoder may still write to is quarantined, and at once: its writer may be done
+        before a step under way is. What has landed stays until `abandon`: that step may read it."""
+        for key in [
+            key for key, landing in self._living.items() if key[0] == ref and landing.state is SlotState.HANDED
+        ]:
+            landing = self._quarantined[key] = self._living.pop(key)
+            self._book.quarantine(landing.slot)
+
     def abandon(self, ref: AttemptRef) -> None:
-        """The attempt ended. What an encoder may still write to is quarantined."""
+        """Nothing of the attempt is needed here any more."""
+        self.stop_waiting(ref)
         for key in [key for key in self._living if key[0] == ref]:
-            landing = self._living.pop(key)
-            if landing.state is SlotState.HANDED:
-                self._book.quarantine(landing.slot)
-                self._quarantined[key] = landing
-            else:
-                self._book.release(landing.slot)
+            self._book.release(self._living.pop(key).slot)
 
     def writer_finished(self, writer: WorkerRef, ref: AttemptRef | None) -> list[SlotKey]:
         """The encoder will write no more for this attempt (None: for any, its process is gone). Frees what was

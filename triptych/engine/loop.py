@@ -467,6 +467,7 @@ class LanguageEngine:
         self._parking.forget(sequence)
         if not self._waiting.remove(sequence):
             self._running = [other for other in self._running if other is not sequence]
+        self._residency.stop_waiting(sequence)
         release = partial(self._residency.release, sequence)
         if self._under_way is not None and self._under_way.names(sequence):
             self._under_way.afterwards.append(release)

@@ -95,6 +95,10 @@ class Residency:
         sequence.pages = self._manager.reserve(salt, sequence.ids, num_tokens, spare_pages)
         return sequence.pages is not None
 
+    def stop_waiting(self, sequence: Sequence) -> None:
+        """The sequence has ended; a step under way may still read what has landed for it."""
+        self._landing.stop_waiting(sequence.ref)
+
     def release(self, sequence: Sequence) -> None:
         """No step that runs or will run names the sequence."""
         self._landing.abandon(sequence.ref)
