@@ -14,10 +14,12 @@ from tests.unit.test_engine_lookahead import Yard
 from triptych.core.errors import Aborted, NoRoom, Unavailable
 from triptych.core.lifecycle import Phase
 from triptych.core.plan import MAX_RETRACTIONS
+from triptych.engine import loop
 from triptych.engine.loop import LanguageEngine
 from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence
+from triptych.sched.admission import Ticket
 from triptych.sched.retraction import HEADROOM_PAGES, Standing, most_junior, tokens_to_hold
 
 PROMPTS: list[list[int | tuple[int, int]]] = [[1, 2, 3, 4, 5, 6, 7], [1, 2, (1, 6), 3, (2, 5), 4, 5]]
@@ -357,10 +359,15 @@ def bytes_of_the_host_are_not_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def copied_while_a_step_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hurry(self: LanguageEngine) -> None:
-        self._under_way = None
+    def hurry(self: LanguageEngine) -> bool:
+        before, self._under_way = self._under_way, None
+        return before is not None
 
     monkeypatch.setattr(LanguageEngine, "_settle", hurry)
+
+
+def replays_wait_like_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Ticket", lambda *ticket: Ticket(*ticket[:3]))
 
 
 def positions_are_indices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +394,7 @@ FAULTS = [
     copied_while_a_step_is_under_way,
     the_oldest_gives_way,
     newcomers_pass_the_retracted,
+    replays_wait_like_anybody,
     positions_are_indices,
 ]
 
@@ -404,6 +412,7 @@ def everything_that_faults_break() -> None:
         test_an_answer_retracted_at_any_step_goes_on_the_same(Yard, PROMPTS[0], churn=True)
     test_the_most_junior_gives_way_and_comes_back_before_anybody_new()
     test_generated_tokens_keep_their_positions(Yard)
+    test_a_replay_gets_its_reservation_before_all_who_wait()
 
 
 # --- the policy -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from triptych.engine.inbox import Inbox
 from triptych.engine.landing import LandingTable
 from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
+from triptych.engine.retraction import Retraction, Seats
 from triptych.engine.sequence import Handoff, PendingItem, Sequence
 from triptych.engine.step import Piece, Step, build_pieces
 from triptych.faults import points
@@ -37,7 +38,6 @@ from triptych.model.runner import LanguageRunner, RunOutput
 from triptych.obs import metrics
 from triptych.sched.admission import AdmissionQueue, Ticket
 from triptych.sched.language import SequenceView, StepBudget, plan_step
-from triptych.sched.retraction import most_junior
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +96,9 @@ class LanguageEngine:
         self._living: dict[AttemptRef, Sequence] = {}
         self._running: list[Sequence] = []
         self._residency = Residency(manager, landing, limits.row_bytes)
-        self._parking = Parking(runner, manager, self._residency, limits.host_pool_bytes)
-        self._to_retract: dict[AttemptRef, Callable[[Sequence], None]] = {}
+        parking = Parking(runner, manager, self._residency, limits.host_pool_bytes)
+        self._seats = Seats(self._running, self._living, self._settle, self._drop)
+        self._retraction = Retraction(self._seats, self._residency, parking, manager.page_tokens, clock)
         self._num_arrived = 0
         self._under_way: Step | None = None
         self._stopping = False
@@ -201,15 +202,15 @@ class LanguageEngine:
     def retract(self, ref: AttemptRef) -> bool:
         """Takes the pages of a sequence that decodes before the next step is launched: its KV waits on the host (if
         that is full, the router must replay it) until there is room again. False when no such sequence decodes here."""
-        return self._ask_back(ref, self._retract)
+        return self._retraction.ask(ref)
 
     def retract_for_replay(self, ref: AttemptRef) -> bool:
         """As `retract`, but nothing of it stays here: the router must replay it."""
-        return self._ask_back(ref, self._give_back)
+        return self._retraction.ask_for_replay(ref)
 
     def check_open(self) -> None:
         """Raises NoRoom while somebody waits for the pages that were taken from it: no new grant then."""
-        if len(self._parking):
+        if self._retraction.num_waiting:
             raise NoRoom("answers that made room for others come back first")
 
     def after_step(self, action: Callable[[], None]) -> None:
@@ -229,12 +230,12 @@ class LanguageEngine:
 
     @property
     def num_decoding(self) -> int:
-        return sum(sequence.phase is Phase.DECODING for sequence in self._running)
+        return len(self._seats.decoding)
 
     @property
     def host_pool_bytes(self) -> int:
         """Bytes of KV that wait on the host."""
-        return self._parking.num_bytes
+        return self._retraction.host_pool_bytes
 
     def _loop(self) -> None:
         while not self._stopping:
@@ -262,10 +263,10 @@ class LanguageEngine:
         self._stop()
 
     def _turn(self) -> None:
-        is_short = self._make_room()
-        self._return()
-        has_retracted = self._retract_asked()
-        if not is_short and not len(self._parking):
+        is_short = self._retraction.make_room()
+        self._retraction.bring_back(self.limits.max_sequences)
+        has_retracted = self._retraction.do_asked()
+        if not is_short and not self._retraction.num_waiting:
             self._admit()
         before = self._under_way
         launched = self._launch(self._plan(), before)
@@ -275,7 +276,7 @@ class LanguageEngine:
         if before is not None:
             self._land(before)
         publish(self._stage, self.manager, self.landing, self._running, len(self._waiting))
-        metrics.DECODE_RETRACTED.set(len(self._parking))
+        metrics.DECODE_RETRACTED.set(self._retraction.num_waiting)
         is_idle = before is None and launched is None and not has_retracted
         self._inbox.run_waiting(timeout_s=IDLE_WAIT_S if is_idle else 0)
 
@@ -289,77 +290,12 @@ class LanguageEngine:
             assert sequence.pages is not None
             sequence.sink.admitted(sequence.pages.cached_tokens)
 
-    def _make_room(self) -> bool:
-        """Everyone that decodes gets the page for its next token, if need be from the most junior among them. True when
-        somebody has to wait for what those hold that do not decode yet."""
-        while self._grow():
-            decoding = [sequence for sequence in self._running if sequence.phase is Phase.DECODING]
-            junior = most_junior([sequence.standing for sequence in decoding])
-            if junior is None:
-                return True
-            if self._under_way is not None:
-                self._settle()  # what it names cannot be moved, and it may end somebody
-            else:
-                self._retract(decoding[junior])
-        return False
-
-    def _grow(self) -> list[Sequence]:
-        """Those whose next token has no page; the most senior get what there is."""
-        tokens = self.manager.page_tokens
-        needy = [each for each in self._running if each.may_decode and not each.has_room(tokens)]
-        needy.sort(key=lambda sequence: sequence.standing.seniority)
-        return [sequence for sequence in needy if not self._residency.grow(sequence)]
-
-    def _return(self) -> None:
-        """Those that gave up their pages come back, in order of seniority, when there is room."""
-        now_ns = self._clock.monotonic_ns()
-        while len(self._running) < self.limits.max_sequences:
-            sequence = self._parking.unpark(self.num_decoding)
-            if sequence is None:
-                return
-            sequence.phase, sequence.ran_ns = advance(sequence.phase, Phase.DECODING), now_ns
-            self._running.append(sequence)
-
-    def _ask_back(self, ref: AttemptRef, retract: Callable[[Sequence], None]) -> bool:
-        sequence = self._living.get(ref)
-        if sequence is None or sequence.phase is not Phase.DECODING:
-            return False
-        self._to_retract[ref] = retract
-        return True
-
-    def _retract_asked(self) -> bool:
-        """True when somebody was retracted because it was asked for."""
-        asked, self._to_retract = self._to_retract, {}
-        if asked and self._under_way is not None:
-            self._settle()
-        found = [(self._living.get(ref), retract) for ref, retract in asked.items()]
-        living = [(each, retract) for each, retract in found if each is not None and each.phase is Phase.DECODING]
-        for sequence, retract in living:
-            retract(sequence)
-        return bool(living)
-
-    def _retract(self, sequence: Sequence) -> None:
-        """Its KV waits on the host, or if that is full, it must be replayed. No step is under way that names it."""
-        if not self._parking.park(sequence, self._clock.monotonic_ns()):
-            self._give_back(sequence)
-            return
-        metrics.RETRACTIONS.labels("host_pool").inc()
-        sequence.num_parked += 1
-        sequence.phase = advance(sequence.phase, Phase.RETRACTED)
-        self._running = [other for other in self._running if other is not sequence]
-
-    def _give_back(self, sequence: Sequence) -> None:
-        """The router replays it. What others may use of its KV stays in the cache: the replay too may find it there."""
-        metrics.RETRACTIONS.labels("replay").inc()
-        self._residency.answered(sequence)
-        self._drop(sequence, Phase.ABORTED)
-        sequence.sink.retracted()
-
-    def _settle(self) -> None:
-        """Waits for the step under way and applies it: nothing is named by any step then."""
+    def _settle(self) -> bool:
+        """Waits for the step under way and applies it: nothing is named by any step then. False when there was none."""
         step, self._under_way = self._under_way, None
         if step is not None:
             self._land(step)
+        return step is not None
 
     def _plan(self) -> list[tuple[Sequence, int]]:
         """Which sequences run next, and how many tokens of each. Who waits for a page is not among them."""
@@ -464,9 +400,9 @@ class LanguageEngine:
     def _drop(self, sequence: Sequence, phase: Phase) -> None:
         sequence.phase = advance(sequence.phase, phase)
         del self._living[sequence.ref]
-        self._parking.forget(sequence)
+        self._retraction.forget(sequence)
         if not self._waiting.remove(sequence):
-            self._running = [other for other in self._running if other is not sequence]
+            self._seats.leave(sequence)
         self._residency.stop_waiting(sequence)
         release = partial(self._residency.release, sequence)
         if self._under_way is not None and self._under_way.names(sequence):
