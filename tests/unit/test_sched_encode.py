@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from triptych.sched.aging import Aging
-from triptych.sched.encode import PassBudget, PictureView, plan_batch
+from triptych.sched.encode import PassBudget, PictureView, plan_batch, plan_entry
 
 BUDGET = PassBudget(max_patches=100, max_items=4)
 AGING = Aging(patience_s=1.0, units_per_s=100.0)
@@ -45,3 +45,25 @@ def test_the_overdue_go_first_and_what_still_fits_goes_along() -> None:
     assert plan(10, (95, 2.0)) == [1]
     assert plan((20, 1.3), (90, 2.0), (30, 1.9)) == [2, 0]  # the third is the latest; the second no longer fits
     assert plan(1, (500, 6.0)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("pictures", "left", "is_empty", "chosen"),
+    [
+        ([], 100, True, []),
+        ([50, 60, 40], 100, False, [2, 0]),
+        ([50, 200], 100, False, [0]),
+        ([200, 300], 100, True, [0]),  # alone, whatever its size
+        ([200, 50], 100, True, [1]),
+        ([200], 100, False, []),
+        ([10, (90, 2.0)], 50, False, []),  # an overdue one lets nobody by
+        ([10, (90, 1.5)], 50, False, [0]),  # before it is overdue it does
+        ([10, (90, 2.0)], 90, False, [1]),
+        ([10, (190, 3.0)], 100, True, [1]),
+    ],
+)
+def test_room_is_given_in_the_order_of_passes(
+    pictures: list[int | tuple[int, float]], left: int, is_empty: bool, chosen: list[int]
+) -> None:
+    views = [PictureView(*one) if isinstance(one, tuple) else PictureView(one, 0.0) for one in pictures]
+    assert plan_entry(views, left, is_empty, AGING) == chosen

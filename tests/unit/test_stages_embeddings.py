@@ -7,6 +7,7 @@ import dataclasses
 import io
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from triptych.media.picture import decode_picture, fit
 from triptych.media.process import Decoded
 from triptych.mm.item import MultimodalDataItem, received_item
 from triptych.stages.embeddings import EmbeddingSupply
+from triptych.stages.encode_room import EncodeRoom
 
 ROW = 8
 
@@ -69,11 +71,12 @@ class Here:
 
 
 class Encoder:
-    def __init__(self, cache_bytes: int = 10_000) -> None:
+    def __init__(self, cache_bytes: int = 10_000, room_patches: int = 1000) -> None:
         self.part = FakeVision()
         self.clock = SystemClock()
         self.engine = EncodeEngine(self.part, 1000, 8, self.clock)
-        self.supply = EmbeddingSupply(self.engine, Here(), lambda *_: Grid(1, 2, 2), cache_bytes, self.clock)
+        self.room = EncodeRoom(room_patches, self.clock)
+        self.supply = EmbeddingSupply(self.engine, Here(), lambda *_: Grid(1, 2, 2), cache_bytes, self.room, self.clock)
         self.timeline = Timeline("encoder", "e", self.clock)
 
     def get(self, red: int, fetch: Any = None, item: Item | None = None, index: int = 0) -> asyncio.Task[Any]:
@@ -269,6 +272,84 @@ async def test_a_cache_of_no_bytes_still_serves() -> None:
         assert rows.tolist() == [[7.0] * ROW]
         assert source is EmbeddingSource.REMOTE
     encoder.engine.stop()
+
+
+# --- room for what is fetched and decoded -----------------------------------------------------------------------------
+
+
+async def test_what_finds_no_room_is_not_fetched_and_the_short_go_first() -> None:
+    encoder = Encoder(room_patches=8)
+    encoder.engine.start()
+    try:
+        gate = asyncio.Event()
+        first = encoder.get(1, Fetch(1, gate))  # 4 patches
+        await settle()
+        order: list[int] = []
+
+        async def ask(red: int, patches: int) -> None:
+            fetch = Fetch(red, gate)
+            task = encoder.get(red, fetch, picture_item(red, grid=Grid(1, 2, patches // 2)))
+            fetches[red] = fetch
+            with suppress(MediaMismatch):
+                await task
+            order.append(red)
+
+        fetches: dict[int, Fetch] = {}
+        others = [asyncio.ensure_future(ask(red, patches)) for red, patches in ((2, 12), (3, 6), (4, 4))]
+        await settle()
+        assert [fetches[red].count for red in (2, 3, 4)] == [0, 0, 1]  # 4 and 4 fill the room
+        assert encoder.room.num_waiting == 2
+        gate.set()
+        await asyncio.gather(first, *others)
+        assert order == [4, 3, 2]  # one larger than the room has it to itself
+        assert encoder.room.is_empty and not encoder.room.num_waiting
+    finally:
+        encoder.engine.stop()
+
+
+@pytest.mark.parametrize("leaves", ["while it waits for room", "while it is fetched", "while it is encoded"])
+async def test_room_is_given_back_whenever_a_caller_leaves(leaves: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(room_patches=4)
+    gate = asyncio.Event()
+    holder = encoder.get(1, Fetch(1, gate))
+    await settle()
+    if leaves == "while it waits for room":
+        leaver = encoder.get(2)
+        await settle()
+        assert encoder.room.num_waiting == 1
+    else:
+        leaver = holder
+        if leaves == "while it is encoded":  # the engine has not started
+            gate.set()
+            await asyncio.sleep(0.05)
+    leaver.cancel()
+    await asyncio.gather(leaver, return_exceptions=True)
+    gate.set()
+    encoder.engine.start()
+    try:
+        assert (await asyncio.wait_for(encoder.get(3), 5))[0][0, 0] == 3
+        await asyncio.gather(holder, return_exceptions=True)
+        assert encoder.room.is_empty and not encoder.room.num_waiting
+    finally:
+        encoder.engine.stop()
+
+
+async def test_two_that_leave_at_once_harm_nobody() -> None:
+    """Room is given while the next in line has been cancelled and does not know it yet."""
+    encoder = Encoder(room_patches=4)
+    gate = asyncio.Event()
+    holder, next_one, last = encoder.get(1, Fetch(1, gate)), encoder.get(2), encoder.get(3)
+    await settle()
+    encoder.engine.start()
+    try:
+        next_one.cancel()
+        holder.cancel()
+        assert (await asyncio.wait_for(last, 5))[0][0, 0] == 3
+        await asyncio.gather(holder, next_one, return_exceptions=True)
+        await settle()
+        assert encoder.room.is_empty and not encoder.room.num_waiting
+    finally:
+        encoder.engine.stop()
 
 
 # --- the engine's end -------------------------------------------------------------------------------------------------

@@ -85,7 +85,6 @@ class EncodeEngine:
         while not self._stopping:
             self._beat_ns = self._clock.monotonic_ns()
             self._drain()
-            metrics.ENCODER_QUEUE_DEPTH.set(len(self._backlog))
             batch = self._take_batch()
             self._run([waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()])
         self._end()

@@ -81,7 +81,7 @@ ENCODER_BATCH_ITEMS = Histogram(
     "Items in one batch of the vision tower",
     buckets=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64),
 )
-ENCODER_QUEUE_DEPTH = Gauge("triptych_encoder_queue_depth", "Items that wait to be encoded")
+ENCODER_QUEUE_DEPTH = Gauge("triptych_encoder_queue_depth", "Pictures that wait to be encoded")
 MEDIA_PICTURES = Counter(
     "triptych_media_pictures_total", "Pictures that went through a media process, by what came of them", ("result",)
 )

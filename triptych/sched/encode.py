@@ -50,6 +50,25 @@ def plan_batch(pictures: Sequence[PictureView], budget: PassBudget, aging: Aging
     return chosen
 
 
+def plan_entry(
+    pictures: Sequence[PictureView], left_patches: int, is_empty: bool, aging: Aging = PICTURE_AGING
+) -> list[int]:
+    """Indices of those whose bytes may be fetched now, with room for `left_patches` more between fetching and the pass.
+
+    In the order of passes. What does not fit lets smaller ones by until it is overdue, and then nobody. When the room
+    `is_empty` the first goes in whatever its size.
+    """
+    chosen: list[int] = []
+    for index in sorted(range(len(pictures)), key=lambda index: _turn(pictures[index], aging, index)):
+        picture = pictures[index]
+        if picture.num_patches <= left_patches or (is_empty and not chosen):
+            chosen.append(index)
+            left_patches -= picture.num_patches
+        elif aging.lateness_s(picture.num_patches, picture.waited_s) >= 0:
+            break
+    return chosen
+
+
 def _turn(picture: PictureView, aging: Aging, index: int) -> tuple[int, float, int]:
     lateness_s = aging.lateness_s(picture.num_patches, picture.waited_s)
     if lateness_s >= 0:

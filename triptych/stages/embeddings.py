@@ -19,9 +19,10 @@ from triptych.faults import points
 from triptych.media.frames import Target
 from triptych.media.process import Decoded
 from triptych.mm.embedding_cache import CacheKey, EmbeddingCache
-from triptych.mm.item import MultimodalDataItem, check_announced_bytes
+from triptych.mm.item import MultimodalDataItem, check_announced_bytes, grid_patches
 from triptych.mm.tensor import TensorValue
 from triptych.obs import metrics
+from triptych.stages.encode_room import EncodeRoom
 from triptych.stages.tensors import as_patches, as_rows
 
 FetchItem = Callable[[], Awaitable[MultimodalDataItem]]
@@ -57,11 +58,18 @@ class EmbeddingSupply:
     """Owner of the encoder's embedding cache and of the flights. Runs on the event loop."""
 
     def __init__(
-        self, engine: EncodeEngine, pictures: Pictures, grid_of: GridOf, cache_bytes: int, clock: Clock
+        self,
+        engine: EncodeEngine,
+        pictures: Pictures,
+        grid_of: GridOf,
+        cache_bytes: int,
+        room: EncodeRoom,
+        clock: Clock,
     ) -> None:
         self._engine = engine
         self._pictures = pictures
         self._grid_of = grid_of
+        self._room = room
         self._cache: EmbeddingCache[torch.Tensor] = EmbeddingCache(cache_bytes)
         self._flights: dict[CacheKey, _Flight] = {}
         self._clock = clock
@@ -115,6 +123,8 @@ class EmbeddingSupply:
         task.add_done_callback(_retrieve)
         flight = self._flights[key] = _Flight(held, task)
         try:
+            leave = await self._room.enter(grid_patches(key.grid))
+            task.add_done_callback(lambda _: leave())
             with timeline.span("fetch", item_index=item_index):
                 held.set_result(await fetch())
         except BaseException:

@@ -55,7 +55,9 @@ class VisionSettings:
     """What an encoder adds."""
 
     embedding_cache_bytes: int = field(default=256 << 20, metadata={"help": "embedding cache, in bytes", "min": 0})
-    max_batch_patches: int = field(default=16384, metadata={"help": "patches in one vision pass", "min": 1})
+    max_batch_patches: int = field(
+        default=0, metadata={"help": "patches in one vision pass; 0: 16384 on a GPU, 1024 on a CPU", "min": 0}
+    )
     max_batch_items: int = field(default=32, metadata={"help": "pictures in one vision pass", "min": 1})
     max_pixels: int = field(default=100_000_000, metadata={"help": "largest picture decoded, in pixels", "min": 1})
     max_media_bytes: int = field(default=32 << 20, metadata={"help": "largest encoded picture, in bytes", "min": 1})
