@@ -62,7 +62,7 @@ verify-expansion: $(STAMP)  ## 5,000 sizes of pictures a family: rows counted, p
 verify-cluster: $(STAMP)  ## workers killed under load in every topology, and frozen
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py $(ARGS)
 
-verify-engine: $(STAMP)  ## 1,000 storms over the engine: eviction and retraction at every step
+verify-engine: $(STAMP)  ## 1,000 storms over the engine, and memory over 20,000 unique pictures
 	@$(BIN)/python -m scripts.verify_engine --json benchmarks/results/engine_storm.json $(ARGS)
 
 proto: $(STAMP)  ## write the gRPC stubs again

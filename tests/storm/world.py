@@ -15,12 +15,14 @@ from tests.parity import checkpoints
 from tests.storm.prompts import Piece, Prompt
 from triptych.core.plan import Item, Modality, Plan, Sampling, TokenRange
 from triptych.media.picture import decode_picture, fit
+from triptych.model.adapters.base import Adapter
 from triptych.model.parts import LanguagePart, VisionPart
 from triptych.model.registry import adapter_for
 
 FAMILIES = tuple(checkpoints.FAMILIES)
 TIMEOUT_S = 60.0
 MAX_PIXELS = 1 << 20
+KEPT_PICTURES = 64
 
 
 class World:
@@ -30,7 +32,6 @@ class World:
         self.family = family
         self.model_dir = checkpoints.make_tiny(family, directory)
         self.adapter = adapter_for(self.model_dir)
-        self._identities: dict[tuple[bytes, bytes], bytes] = {}
         self._rows: dict[bytes, torch.Tensor] = {}
 
     @functools.cached_property
@@ -87,7 +88,7 @@ class World:
         run = TokenRange(compact_index, compact_index + grown, layout.num_tokens)
         return Item(
             modality=Modality.IMAGE,
-            identity=self._identity(media, salt),
+            identity=_identity(self.adapter, media, salt),
             num_tokens=layout.num_tokens,
             ranges=(run,),
             grid=layout.grid,
@@ -96,14 +97,13 @@ class World:
             height_px=height_px,
         )
 
-    def _identity(self, media: bytes, salt: bytes) -> bytes:
-        key = media, salt
-        if key not in self._identities:
-            self._identities[key] = self.adapter.identity(Modality.IMAGE, media, salt)
-        return self._identities[key]
+
+@functools.lru_cache(KEPT_PICTURES)
+def _identity(adapter: Adapter, media: bytes, salt: bytes) -> bytes:
+    return adapter.identity(Modality.IMAGE, media, salt)
 
 
-@functools.cache
+@functools.lru_cache(KEPT_PICTURES)
 def _size_px(media: bytes) -> tuple[int, int]:
     return Image.open(io.BytesIO(media)).size
 
