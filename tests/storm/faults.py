@@ -74,7 +74,7 @@ def _slot_returned_too_early(patch: Patch) -> None:
                 residency._landing.consumed(sequence.ref, index)
 
     def consumed(landing: LandingTable, ref: Any, item_index: int) -> None:
-        if (ref, item_index) in landing._living:
+        if (ref, item_index) in landing._leased:
             sound_consumed(landing, ref, item_index)
 
     patch.setattr(Residency, "written", written)
@@ -82,7 +82,7 @@ def _slot_returned_too_early(patch: Patch) -> None:
 
 
 def _slot_not_returned(patch: Patch) -> None:
-    patch.setattr(LandingTable, "consumed", lambda landing, ref, index: landing._living.pop((ref, index)))
+    patch.setattr(LandingTable, "consumed", lambda landing, ref, index: landing._leased.pop((ref, index)))
 
 
 def _slot_quarantine_skipped(patch: Patch) -> None:

@@ -118,7 +118,7 @@ class Yard:
         self.engine = LanguageEngine(
             device,  # type: ignore[arg-type]
             self.manager,
-            LandingTable(self.book),
+            LandingTable(self.book, dice.choice([0, 0, arena_bytes])),
             limits,
             self.clock,
             "prefill",

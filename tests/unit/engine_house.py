@@ -122,11 +122,12 @@ class House:
         row_bytes: int = ROW_BYTES,
         runner: FakeRunner | None = None,
         host_pages: int = 0,
+        landed_cache_bytes: int = 0,
     ) -> None:
         self.runner = runner or FakeRunner(PAGE)
         self.manager = CacheManager(num_pages, PAGE)
         self.book = SlotAllocator(arena_bytes)
-        self.landing = LandingTable(self.book)
+        self.landing = LandingTable(self.book, landed_cache_bytes)
         budget = StepBudget(max_tokens, max_chunk, min_partial)
         host_pool_bytes = host_pages * self.runner.page_bytes
         limits = EngineLimits(budget, max_sequences, max_waiting, row_bytes, host_pool_bytes)
@@ -191,6 +192,7 @@ class House:
             self.engine.post(lambda: None)  # so that an idle turn does not wait for news
             self.engine._turn()
             self.manager.check_integrity()
+            self.landing.check_integrity()
 
     def turn_until(self, condition: Callable[[], bool]) -> None:
         for _ in range(200):
@@ -203,7 +205,9 @@ class House:
         self.turn_until(lambda: all(heard(each).ended.is_set() for each in sequences))
 
     def land(self, sequence: Sequence, index: int) -> None:
-        """The embedding arrives: row k of item n has the value 1000 n + k + 0.5."""
+        """The embedding arrives: row k of item n has the value 1000 n + k + 0.5. It may have come with another's."""
+        if self.landing.rows(sequence.ref, index) is not None:
+            return
         self.landing.hand(sequence.ref, index, ENCODER)
         item = sequence.plan.items[index]
         rows = torch.tensor(embedding_values(item.identity[0], item.num_tokens))[:, None].expand(-1, 16)

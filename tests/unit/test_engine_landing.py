@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 
 import pytest
+import torch
 
 from triptych.core.errors import StaleAttempt, TransferRefused
 from triptych.core.ids import AttemptRef, WorkerRef
-from triptych.engine.landing import LandingTable
+from triptych.core.plan import Grid
+from triptych.engine.landed_cache import Content
+from triptych.engine.landing import LandingTable, Wanted
 from triptych.transport.slots import Slot, SlotAllocator
 
 REF, OTHER_REF = AttemptRef("req-1"), AttemptRef("req-2")
@@ -17,10 +21,21 @@ WRITER, OTHER = WorkerRef("encoder-0", 1), WorkerRef("encoder-1", 2)
 REBORN = WorkerRef("encoder-0", 99)
 
 
+ROWS = torch.zeros(1, 1)
+
+
+def picture(name: str, num_tokens: int = 1) -> Content:
+    return Content(hashlib.sha256(name.encode()).digest(), num_tokens, Grid(1, 1, num_tokens))
+
+
 class Arena:
     def __init__(self, capacity: int = 1024) -> None:
         self.book = SlotAllocator(capacity)
         self.table = LandingTable(self.book)
+
+    def reserve(self, ref: AttemptRef, sizes: dict[int, int]) -> bool:
+        """A picture of its own for each item."""
+        return self.table.try_reserve(ref, {i: Wanted(picture(f"{ref}/{i}"), size) for i, size in sizes.items()})
 
     @property
     def is_empty(self) -> bool:
@@ -28,7 +43,7 @@ class Arena:
 
     def handed(self, ref: AttemptRef = REF, index: int = 0, writer: WorkerRef = WRITER) -> Slot:
         if (ref, index) not in self.table._living:
-            assert self.table.try_reserve(ref, {index: 64})
+            assert self.reserve(ref, {index: 64})
         return self.table.hand(ref, index, writer)
 
     def check(self, slot: Slot, ref: AttemptRef = REF, index: int = 0, writer: WorkerRef = WRITER) -> Slot:
@@ -37,9 +52,9 @@ class Arena:
 
 def test_a_reservation_is_for_all_items_or_none() -> None:
     arena = Arena(256)
-    assert not arena.table.try_reserve(REF, {0: 64, 1: 128, 2: 128})
+    assert not arena.reserve(REF, {0: 64, 1: 128, 2: 128})
     assert arena.is_empty
-    assert arena.table.try_reserve(REF, {0: 64, 2: 128})
+    assert arena.reserve(REF, {0: 64, 2: 128})
     assert len(arena.table) == 2
 
 
@@ -47,7 +62,7 @@ def test_an_ended_attempt_waits_for_its_writers_at_once_and_keeps_what_has_lande
     """A step under way may outlast both the attempt and its writer: the slot must not wait for the writer for ever."""
     arena = Arena()
     arena.check(arena.handed(REF, 0))
-    arena.table.landed(REF, 0)
+    arena.table.landed(REF, 0, ROWS)
     arena.handed(REF, 1)
     arena.table.stop_waiting(REF)
     assert (arena.book.owned_bytes, arena.book.quarantined_bytes) == (64, 64)
@@ -59,14 +74,14 @@ def test_an_ended_attempt_waits_for_its_writers_at_once_and_keeps_what_has_lande
 def test_no_items_need_no_room() -> None:
     arena = Arena(64)
     arena.handed()
-    assert arena.table.try_reserve(OTHER_REF, {})
+    assert arena.reserve(OTHER_REF, {})
 
 
 def test_a_slot_lives_from_reservation_to_consumption() -> None:
     arena = Arena()
     slot = arena.handed()
     assert arena.check(slot) == slot
-    arena.table.landed(REF, 0)
+    arena.table.landed(REF, 0, ROWS)
     assert arena.book.owned_bytes == 64
     arena.table.consumed(REF, 0)
     assert arena.is_empty
@@ -78,7 +93,7 @@ def test_an_item_is_handed_to_one_encoder_only() -> None:
     for writer in (WRITER, OTHER):
         with pytest.raises(TransferRefused):
             arena.table.hand(REF, 0, writer)
-    arena.table.landed(REF, 0)
+    arena.table.landed(REF, 0, ROWS)
     with pytest.raises(TransferRefused):
         arena.table.hand(REF, 0, OTHER)
 
@@ -112,21 +127,21 @@ def test_a_commit_must_show_everything_and_a_refused_one_changes_nothing() -> No
 
 def test_a_commit_before_the_slot_was_handed_or_after_it_landed_is_refused() -> None:
     arena = Arena()
-    arena.table.try_reserve(REF, {0: 64})
+    arena.reserve(REF, {0: 64})
     slot = arena.table._living[REF, 0].slot
     with pytest.raises(TransferRefused):
         arena.check(slot)
     arena.handed()
-    arena.table.landed(REF, 0)
+    arena.table.landed(REF, 0, ROWS)
     with pytest.raises(TransferRefused):
         arena.check(slot)
 
 
 def test_an_abandoned_slot_nobody_writes_to_is_free_at_once() -> None:
     arena = Arena()
-    arena.table.try_reserve(REF, {0: 64, 1: 64})
+    arena.reserve(REF, {0: 64, 1: 64})
     arena.handed(REF, 1)
-    arena.table.landed(REF, 1)
+    arena.table.landed(REF, 1, ROWS)
     arena.table.abandon(REF)
     assert arena.is_empty
 
@@ -158,7 +173,7 @@ def test_quarantine_ends_when_the_writer_has_finished_or_is_lost(ref: AttemptRef
 
 def test_a_commit_after_the_end_frees_exactly_its_own_slot() -> None:
     arena = Arena()
-    arena.table.try_reserve(REF, {0: 64, 1: 64})
+    arena.reserve(REF, {0: 64, 1: 64})
     for index in (0, 1):
         arena.handed(REF, index)
     arena.table.abandon(REF)
@@ -182,7 +197,7 @@ def test_what_a_lost_encoder_owed_is_named_and_may_be_handed_out_again() -> None
     arena = Arena(4096)
     for index in range(3):
         arena.handed(REF, index)
-    arena.table.landed(REF, 1)
+    arena.table.landed(REF, 1, ROWS)
     arena.handed(OTHER_REF, 0, OTHER)
     arena.handed(AttemptRef("req-3"), 5)
     assert set(arena.table.writer_finished(WRITER, None)) == {(REF, 0), (REF, 2), (AttemptRef("req-3"), 5)}
@@ -216,14 +231,14 @@ def test_bytes_are_in_one_hand_whatever_happens(seed: int) -> None:
             match rng.randrange(7):
                 case 0 if ref not in alive:
                     count = rng.randint(1, 4)
-                    if arena.table.try_reserve(ref, {i: rng.randint(1, 200) for i in range(count)}):
+                    if arena.reserve(ref, {i: rng.randint(1, 200) for i in range(count)}):
                         alive[ref] = count
                 case 1 | 2:
                     arena.table.hand(ref, index, rng.choice(writers))
                 case 3:
                     landing = arena.table._find(ref, index)
                     arena.check(landing.slot, ref, index, rng.choice(writers))
-                    arena.table.landed(ref, index)
+                    arena.table.landed(ref, index, ROWS)
                 case 4:
                     arena.table.writer_finished(rng.choice(writers), rng.choice([ref, None]))
                 case 5 if rng.random() < 0.3:
@@ -235,9 +250,14 @@ def test_bytes_are_in_one_hand_whatever_happens(seed: int) -> None:
             pass
         total = arena.book.free_bytes + arena.book.owned_bytes + arena.book.quarantined_bytes
         assert total == arena.book.capacity_bytes
+        arena.table.check_integrity()
         spans = sorted(
             (held.slot.offset, held.slot.offset + held.slot.num_bytes)
-            for held in [*arena.table._living.values(), *arena.table._quarantined.values()]
+            for held in [
+                *arena.table._living.values(),
+                *arena.table._leased.values(),
+                *arena.table._quarantined.values(),
+            ]
         )
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     for ref in list(alive):

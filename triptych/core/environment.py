@@ -71,6 +71,7 @@ _LANGUAGE = {
     "chunk_tokens",
     "host_pool_bytes",
     "kv_pool_bytes",
+    "landed_cache_bytes",
     "landing_bytes",
     "max_sequences",
     "max_waiting",

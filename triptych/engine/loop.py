@@ -170,8 +170,12 @@ class LanguageEngine:
             sequence.handoff = handoff
 
     def land(self, ref: AttemptRef, item_index: int, rows: torch.Tensor, source: EmbeddingSource) -> None:
-        """An embedding is complete in its slot; `rows` is (num_tokens, row_elements) over it."""
-        self.landing.landed(ref, item_index)
+        """An embedding is complete in its slot; `rows` is (num_tokens, row_elements) over it. It came also for those
+        who waited for the same one."""
+        for key in self.landing.landed(ref, item_index, rows):
+            self._take_rows(*key, rows, source if key == (ref, item_index) else EmbeddingSource.CACHE)
+
+    def _take_rows(self, ref: AttemptRef, item_index: int, rows: torch.Tensor, source: EmbeddingSource) -> None:
         sequence = self._living[ref]
         pending = sequence.items[item_index]
         pending.rows, pending.source = rows, source

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from triptych.core.errors import RequestTooLarge, Unavailable
 from triptych.core.plan import EmbeddingSource, Item
-from triptych.engine.landing import LandingTable
+from triptych.engine.landed_cache import Content
+from triptych.engine.landing import LandingTable, Wanted
 from triptych.engine.sequence import PendingItem, Sequence
 from triptych.kv.manager import CacheManager
 from triptych.obs import metrics
@@ -38,31 +39,46 @@ class Residency:
             raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
 
     def reserve(self, sequence: Sequence, spare_pages: int = 0) -> bool:
-        """All uncached pages (and `spare_pages` left for those that decode) and the landing room of all missing items,
-        or nothing.
+        """All uncached pages (and `spare_pages` left for those that decode) and the embeddings of all items behind the
+        cached prefix, landed or room for them to land; or nothing.
 
-        Landing room comes first: it is given back without loss, while room for pages may cost cached ones.
+        Pages are looked at first and taken last: making room, here or there, costs what is cached.
         """
-        salt, items = sequence.plan.cache_salt, [PendingItem(item) for item in sequence.plan.items]
-        cached_tokens = self._manager.match_tokens(salt, sequence.ids)
-        missing = {i: self._slot_bytes(p.item) for i, p in enumerate(items) if p.item.end > cached_tokens}
-        if not self._landing.try_reserve(sequence.ref, missing):
+        salt, num_tokens = sequence.plan.cache_salt, self._tokens_to_hold(sequence)
+        cached_tokens = self._manager.offer(salt, sequence.ids, num_tokens, spare_pages)
+        if cached_tokens is None:
             return False
-        pages = self._manager.reserve(salt, sequence.ids, self._tokens_to_hold(sequence), spare_pages)
-        if pages is None:
-            self._landing.abandon(sequence.ref)
+        if not self._landing.try_reserve(sequence.ref, self._wanted(sequence, cached_tokens)):
             return False
-        assert pages.cached_tokens == cached_tokens, "nothing came between"
-        for pending in items:
-            if pending.item.end <= pages.cached_tokens:
-                pending.source = EmbeddingSource.RADIX
-                metrics.EMBEDDING_SOURCE.labels(EmbeddingSource.RADIX.value).inc()
-        sequence.pages, sequence.items = pages, items
+        pages = self._manager.reserve(salt, sequence.ids, num_tokens, spare_pages)
+        assert pages is not None and pages.cached_tokens == cached_tokens, "nothing came between"
+        sequence.pages = pages
+        sequence.items = [self._pending(sequence, index, cached_tokens) for index in range(len(sequence.plan.items))]
         sequence.num_computed = sequence.num_launched = pages.cached_tokens
         metrics.PREFILL_TOKENS.labels("cached").inc(pages.cached_tokens)
         metrics.RADIX_LOOKUP_TOKENS.labels("hit").inc(pages.cached_tokens)
         metrics.RADIX_LOOKUP_TOKENS.labels("miss").inc(sequence.num_known - pages.cached_tokens)
         return True
+
+    def _wanted(self, sequence: Sequence, cached_tokens: int) -> dict[int, Wanted]:
+        return {
+            index: Wanted(Content.of(item), self._slot_bytes(item))
+            for index, item in enumerate(sequence.plan.items)
+            if item.end > cached_tokens
+        }
+
+    def _pending(self, sequence: Sequence, index: int, cached_tokens: int) -> PendingItem:
+        """The item as it stands after the reservation: covered by cached KV, landed before, or missing."""
+        item = sequence.plan.items[index]
+        rows = self._landing.rows(sequence.ref, index)
+        source = None
+        if item.end <= cached_tokens:
+            source = EmbeddingSource.RADIX
+        elif rows is not None:
+            source = EmbeddingSource.CACHE
+        if source is not None:
+            metrics.EMBEDDING_SOURCE.labels(source.value).inc()
+        return PendingItem(item, source, rows)
 
     def written(self, sequence: Sequence) -> None:
         """A chunk of the prompt is computed: its full pages serve others, its embeddings are needed no more."""

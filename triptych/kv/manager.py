@@ -85,13 +85,19 @@ class CacheManager:
         """Prompt tokens that the cache holds, whole pages, never the last token (its logits are needed)."""
         return len(self.tree.match(root, ids, len(ids) - 1)) * self.page_tokens
 
+    def offer(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> int | None:
+        """The cached tokens of the reservation that `reserve` would make now; None where it would make none. Changes
+        nothing."""
+        path = self.tree.match(root, ids, len(ids) - 1)
+        return len(path) * self.page_tokens if self._has_room(path, num_tokens, spare_pages) else None
+
     def reserve(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> SequencePages | None:
         """Pages for `num_tokens` tokens that start with `ids`: the cached prefix is locked, the rest is the sequence's
         own. At least `spare_pages` stay available to others. All or nothing: None changes nothing."""
         path = self.tree.match(root, ids, len(ids) - 1)
-        needed = self.pages_for(num_tokens) - len(path)
-        if needed + spare_pages > self.num_available - sum(node.locks == 0 for node in path):
+        if not self._has_room(path, num_tokens, spare_pages):
             return None
+        needed = self.pages_for(num_tokens) - len(path)
         self.tree.lock(path)
         fresh = self._take(needed)
         self._num_owned += needed
@@ -186,6 +192,11 @@ class CacheManager:
         assert len(cached) == len(set(cached)) == self.tree.num_pages
         unlocked = {id(node) for node in self.tree.nodes() if node.locks == 0}
         assert {id(node) for node in self.tree.unlocked()} == unlocked and len(unlocked) == self.tree.num_unlocked
+
+    def _has_room(self, path: Sequence[Node], num_tokens: int, spare_pages: int) -> bool:
+        """For the pages behind a cached path; those of the path itself are no room then."""
+        needed = self.pages_for(num_tokens) - len(path) + spare_pages
+        return needed <= self.num_available - sum(node.locks == 0 for node in path)
 
     def _take(self, count: int) -> list[int]:
         short = count - self._allocator.num_free

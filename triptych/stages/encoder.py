@@ -199,7 +199,8 @@ class _EncodeRun:
             raise ReceiverLost("the prefill worker was lost to the encoder") from None
         self._timeline.add("slot_wait", start_ns, item_index=index)
         if isinstance(slot, HaveIt):
-            self._timeline.add("radix_hit", start_ns, source=slot.source, item_index=index)
+            event = "radix_hit" if slot.source is EmbeddingSource.RADIX else "landed_hit"
+            self._timeline.add(event, start_ns, source=slot.source, item_index=index)
             return self._item_done(index, slot.source, 0)
         rows, source = await self._stage._supply.get(item, index, lambda: self._fetch(index, item), self._timeline)
         if source is EmbeddingSource.REMOTE and link.transport == INPROC:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -17,6 +19,7 @@ from triptych.core.errors import (
 )
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource
+from triptych.engine.landed_cache import Content
 from triptych.engine.loop import LanguageEngine
 from triptych.stages.sequences import rows_view
 from triptych.stages.tasks import on_engine
@@ -25,6 +28,9 @@ from triptych.transport.types import Arena, HaveIt, SlotGrant
 
 PLAN_WAIT_S = 30.0
 """How long a slot request may wait for its plan to come."""
+
+SHARED_WAIT_S = 5.0
+"""How long a slot request may wait for what another encoder is writing for somebody else. Then its own is written."""
 
 MAX_EXPECTED = 65_536
 INLINE_CHECKSUM_BYTES = 1 << 20
@@ -77,7 +83,18 @@ class EmbeddingLanding:
             raise StaleAttempt("this attempt has ended")
         await self._wait_admitted(ref)
         hand = partial(self._hand, peer, ref, item_index, identity, num_tokens, num_bytes)
-        return await on_engine(self._engine.call(hand))
+        try:
+            async with asyncio.timeout(SHARED_WAIT_S):
+                while True:
+                    changed = asyncio.Event()
+                    answer = await on_engine(self._engine.call(partial(hand, _waker(changed))))
+                    if answer is not None:
+                        return answer
+                    await changed.wait()
+        except TimeoutError:
+            answer = await on_engine(self._engine.call(partial(hand, None)))
+            assert answer is not None
+            return answer
 
     async def commit_embedding(
         self,
@@ -148,8 +165,17 @@ class EmbeddingLanding:
         return future
 
     def _hand(
-        self, peer: WorkerRef, ref: AttemptRef, item_index: int, identity: bytes, num_tokens: int, num_bytes: int
-    ) -> SlotGrant | HaveIt:
+        self,
+        peer: WorkerRef,
+        ref: AttemptRef,
+        item_index: int,
+        identity: bytes,
+        num_tokens: int,
+        num_bytes: int,
+        wake: Callable[[], None] | None,
+    ) -> SlotGrant | HaveIt | None:
+        """None where the same embedding is on its way for another: `wake` is called when to ask again. Without `wake`
+        nothing is waited for."""
         sequence = self._engine.find(ref)
         if sequence is None:
             raise StaleAttempt("this attempt has ended")
@@ -163,6 +189,9 @@ class EmbeddingLanding:
             raise TransferRefused("the embedding has another size than the language model takes")
         if pending.source is not None:
             return HaveIt(pending.source)
+        if wake is not None and self._engine.landing.is_coming(ref, item_index):
+            self._engine.landing.wake_on_change(Content.of(item), wake)
+            return None
         slot = self._engine.landing.hand(ref, item_index, peer)
         return SlotGrant(slot.slot_id, slot.offset, slot.num_bytes, slot.generation, slot.capability)
 
@@ -177,6 +206,17 @@ class EmbeddingLanding:
         """An encoder died: the attempts it owed embeddings to end with a retriable error."""
         for ref in {ref for ref, _ in self._engine.landing.writer_finished(peer, None)}:
             self._engine.abort(ref, EmbeddingMissing("an encoder was lost while it worked for this request"))
+
+
+def _waker(event: asyncio.Event) -> Callable[[], None]:
+    """Sets the event from the engine's thread."""
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(event.set)
+
+    return wake
 
 
 async def _check_bytes(view: memoryview, checksum: int) -> None:

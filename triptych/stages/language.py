@@ -83,4 +83,6 @@ def build_engine(
         host_pool_bytes=settings.host_pool_bytes,
     )
     manager = CacheManager(pool.shape[2], settings.page_tokens)
-    return LanguageEngine(runner, manager, LandingTable(slots), limits, clock, stage, observer)
+    return LanguageEngine(
+        runner, manager, LandingTable(slots, settings.landed_cache_bytes), limits, clock, stage, observer
+    )

@@ -103,3 +103,12 @@ class LanguageSettings:
         default=64 << 20,
         metadata={"help": "landing arena for embeddings, in bytes", "min": 4096, "max": _MAX_BYTES},
     )
+    landed_cache_bytes: int = field(
+        default=64 << 20,
+        metadata={
+            "help": "how much of the landing arena may hold embeddings that nobody needs right now, for those who may"
+            " need them again; they give way to whatever lands. 0 keeps none",
+            "min": 0,
+            "max": _MAX_BYTES,
+        },
+    )

@@ -107,6 +107,7 @@ class InProcessCluster:
         dtype: str = "float32",
         kv_pool_bytes: int = 64 << 20,
         host_pool_bytes: int = 64 << 20,
+        landing_bytes: int = 16 << 20,
         num_prefills: int = 1,
         num_decodes: int = 1,
         num_encoders: int = 1,
@@ -122,7 +123,7 @@ class InProcessCluster:
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
             "host_pool_bytes": host_pool_bytes,
-            "landing_bytes": 16 << 20,
+            "landing_bytes": landing_bytes,
             "min_partial_tokens": min(64, chunk_tokens),
         }
         self._counts = {
@@ -206,10 +207,11 @@ class InProcessCluster:
         return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, stop_token_ids=stops))
 
     def clear_caches(self) -> None:
-        """Empties the radix trees and the encoders' embedding caches. Only between requests."""
+        """Empties the radix trees and the caches of embeddings. Only between requests."""
         for worker in self.workers:
             if worker.language_engine is not None:
                 worker.language_engine.call(worker.language_engine.manager.clear_cache).result(10.0)
+                worker.language_engine.call(worker.language_engine.landing.clear_cache).result(10.0)
             if worker.supply is not None:
                 worker.supply.clear()
 
@@ -218,6 +220,7 @@ class InProcessCluster:
         for worker in self.workers:
             if worker.language_engine is not None:
                 worker.language_engine.call(worker.language_engine.manager.check_integrity).result(10.0)
+                worker.language_engine.call(worker.language_engine.landing.check_integrity).result(10.0)
 
     def _plans(self) -> list[WorkerPlan]:
         names = {f"{kind.name}-{i}": kind for kind in self._kinds for i in range(self._counts[kind.count])}

@@ -41,6 +41,7 @@ async def until_idle(workers: Sequence[Worker], patience_s: float = PATIENCE_S) 
         if worker.language_engine is not None:
             engine = worker.language_engine
             await asyncio.wrap_future(engine.call(engine.manager.check_integrity))
+            await asyncio.wrap_future(engine.call(engine.landing.check_integrity))
 
 
 def holdings(worker: Worker) -> list[str]:

@@ -50,6 +50,8 @@ class SlotAllocator:
         self._lengths: list[int] = [self._capacity_bytes]
         self._owned: dict[int, Slot] = {}
         self._quarantined: dict[int, Slot] = {}
+        self._free_bytes = self._capacity_bytes
+        self._quarantined_bytes = 0
         self._ids = itertools.count(1)
 
     @property
@@ -58,19 +60,27 @@ class SlotAllocator:
 
     @property
     def free_bytes(self) -> int:
-        return sum(self._lengths)
+        return self._free_bytes
 
     @property
     def owned_bytes(self) -> int:
-        return sum(self._room(slot) for slot in self._owned.values())
+        return self._capacity_bytes - self._free_bytes - self._quarantined_bytes
 
     @property
     def quarantined_bytes(self) -> int:
-        return sum(self._room(slot) for slot in self._quarantined.values())
+        return self._quarantined_bytes
 
     def can_ever_hold(self, sizes: Sequence[int]) -> bool:
         """Whether the sizes fit an empty arena together."""
-        return sum(map(self._aligned, sizes)) <= self._capacity_bytes
+        return sum(map(self.aligned, sizes)) <= self._capacity_bytes
+
+    def aligned(self, num_bytes: int) -> int:
+        """What a slot of that size takes of the arena."""
+        return -(-num_bytes // self._alignment) * self._alignment
+
+    def room_bytes(self, slot: Slot) -> int:
+        """What this one takes."""
+        return self.aligned(slot.num_bytes)
 
     def find(self, slot_id: int) -> Slot | None:
         """The owned slot of that id: what a commit is checked against."""
@@ -86,7 +96,7 @@ class SlotAllocator:
             raise ValueError("a slot has at least one byte")
         slots: list[Slot] = []
         for size in sizes:
-            offset = self._take(self._aligned(size))
+            offset = self._take(self.aligned(size))
             if offset is None:
                 for slot in slots:
                     self.release(slot)
@@ -102,10 +112,12 @@ class SlotAllocator:
         """The request is over, but its writer may still write: out of use until `confirm_revoked`."""
         slot_id = self._known(self._owned, slot)
         self._quarantined[slot_id] = self._owned.pop(slot_id)
+        self._quarantined_bytes += self.room_bytes(slot)
 
     def confirm_revoked(self, slot: Slot) -> None:
         """The writer is dead, has said that it stopped, or its mapping is gone."""
         self._give_back(self._quarantined.pop(self._known(self._quarantined, slot)))
+        self._quarantined_bytes -= self.room_bytes(slot)
 
     def _own(self, offset: int, size: int) -> Slot:
         serial = next(self._ids)
@@ -119,17 +131,12 @@ class SlotAllocator:
             raise KeyError(slot.slot_id)
         return slot.slot_id
 
-    def _aligned(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._alignment) * self._alignment
-
-    def _room(self, slot: Slot) -> int:
-        return self._aligned(slot.num_bytes)
-
     def _take(self, length: int) -> int | None:
         for index, free in enumerate(self._lengths):
             if free >= length:
                 offset = self._starts[index]
                 self._shrink(index, length)
+                self._free_bytes -= length
                 return offset
         return None
 
@@ -141,7 +148,8 @@ class SlotAllocator:
             self._lengths[index] -= length
 
     def _give_back(self, slot: Slot) -> None:
-        start, length = slot.offset, self._room(slot)
+        start, length = slot.offset, self.room_bytes(slot)
+        self._free_bytes += length
         index = bisect.bisect_left(self._starts, start)
         if index < len(self._starts) and start + length == self._starts[index]:  # joins the run above
             length += self._lengths[index]
