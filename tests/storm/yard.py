@@ -225,6 +225,8 @@ class Yard:
             self.engine._turn()
         self.manager.check_integrity()
         left = held_by(self.engine)
+        self.engine.landing.check_integrity()
+        self.engine.landing.clear_cache()
         if self.book.free_bytes != self.book.capacity_bytes:
             left["slots"] = self.engine.landing.counts_bytes()
         if left:
