@@ -147,7 +147,7 @@ FORGOTTEN = {
     "decode gives a grant back": (GRANTS, "release", nothing, "e-p-d", "decode", "grants"),
     "decode hears that prefill writes no more": (GRANTS, "writer_finished", nothing, "e-p-d", "embeddings", "pages"),
     "prefill hears that an encoder writes no more": (SLOTS, "writer_finished", nobody, "e-pd", "embeddings", "slots"),
-    "an engine drops the landing slots": (SLOTS, "abandon", nothing, "p-d", "embeddings", "slots"),
+    "an engine drops the landing slots": (SLOTS, "stop_waiting", nothing, "p-d", "embeddings", "slots"),
     "an engine drops the pages": (PAGES, "release", nothing, "mono", "decode", "pages"),
     "an engine drops the sequence": (LanguageEngine, "abort", nothing, "e-pd", "embeddings", "sequences"),
     "landing forgets the call": (EmbeddingLanding, "forget", nothing, "e-p-d", "decode", "expected"),
