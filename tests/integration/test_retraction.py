@@ -16,6 +16,7 @@ from services.router.chat_request import SamplingOptions
 from services.router.pipeline import Answer
 from tests.integration import tiny_cluster
 from tests.integration.answers import assert_same_answers
+from tests.integration.test_sampling_stages import choose
 from tests.parity.prompts import draw_picture
 from tests.parity.retracting import WAYS, Forcing
 from tests.seed import IS_FULL, SEED
@@ -124,6 +125,44 @@ def assert_same(one: ChatResult, other: ChatResult) -> None:
         assert (first.logprobs is None) == (second.logprobs is None)
         if first.logprobs is not None and second.logprobs is not None:
             assert first.logprobs.logprob == pytest.approx(second.logprobs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_each_choice_of_a_request_goes_on_by_itself(model_dir: Path, way: str) -> None:
+    request = dataclasses.replace(asked(random.Random(3), 16), temperature=1.1, seed=11)
+    async with InProcessCluster(model_dir, "e-p-d", chunk_tokens=48, kv_pool_bytes=4 << 20) as cluster:
+        expected, _ = await choose(cluster, request, 3)
+        with pytest.MonkeyPatch.context() as patch:
+            forcing = Forcing(way, [2, 6, 10])
+            forcing.force(patch, cluster)
+            found, choices = await choose(cluster, request, 3)
+        assert forcing.num_forced == 3
+        assert [(one.text, one.ids, one.reason) for one in found] == [
+            (one.text, one.ids, one.reason) for one in expected
+        ]
+        assert len({tuple(one.ids) for one in found}) == 3
+        usage = choices.usage()
+        assert (usage.prompt_tokens, usage.completion_tokens) == (cluster.plan(request).num_prompt_tokens, 48)
+
+
+# --- who waits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["mono", "e-p-d"])
+async def test_nobody_new_gets_room_while_a_retracted_answer_waits(model_dir: Path, topology: str) -> None:
+    async with InProcessCluster(model_dir, topology, chunk_tokens=48, kv_pool_bytes=4 << 20) as cluster:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Parking, "unpark", lambda self, spare_pages: None)
+            Forcing("retract", [9, 0]).force(patch, cluster)
+            old = asyncio.create_task(cluster.generate(asked(random.Random(1), 40)))
+            await until_retracted(cluster)
+            new = asyncio.create_task(cluster.generate(asked(random.Random(2), 4)))
+            await asyncio.sleep(0.4)
+            living = [sequence.phase for engine in engines_of(cluster) for sequence in engine._living.values()]
+            assert set(living) <= {Phase.RETRACTED, Phase.QUEUED} and not new.done(), "the room is not for anybody new"
+        assert len((await old).token_ids) == 40
+        assert len((await new).token_ids) == 4
+        await until_idle(cluster.workers)
 
 
 # --- ends while retracted ---------------------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ class LanguageEngine:
         is_short = self._retraction.make_room()
         self._retraction.bring_back(self.limits.max_sequences)
         has_retracted = self._retraction.do_asked()
-        if not is_short and not self._retraction.num_waiting:
+        if len(self._waiting) and not is_short and not self._retraction.num_waiting:
             self._admit()
         before = self._under_way
         launched = self._launch(self._plan(), before)

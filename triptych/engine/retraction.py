@@ -85,7 +85,7 @@ class Retraction:
     def bring_back(self, max_sequences: int) -> None:
         """Those that gave up their pages come back, in order of seniority, when there is room."""
         now_ns = self._clock.monotonic_ns()
-        while len(self._seats.running) < max_sequences:
+        while self.num_waiting and len(self._seats.running) < max_sequences:
             sequence = self._parking.unpark(spare_pages=len(self._seats.decoding))
             if sequence is None:
                 return
@@ -116,7 +116,7 @@ class Retraction:
 
     def _grow(self) -> list[Sequence]:
         """Those whose next token has no page; the most senior get what there is."""
-        needy = [each for each in self._seats.running if each.may_decode and not each.has_room(self._page_tokens)]
+        needy = [each for each in self._seats.running if not each.has_room(self._page_tokens) and each.may_decode]
         needy.sort(key=lambda sequence: sequence.standing.seniority)
         return [sequence for sequence in needy if not self._residency.grow(sequence)]
 
