@@ -356,7 +356,7 @@ def test_weights_of_a_worker_are_the_loaded_bytes(adapter: Adapter, dtype: str) 
     assert needs["encoder-0"].weights == held["encoder-0"]
     assert needs["prefill-0"].weights == needs["decode-0"].weights == held["prefill-0"]
     assert needs["prefill-0"].host == held["prefill-0"] + (256 + 64) * MIB
-    assert needs["decode-0"].host == held["prefill-0"] + 256 * MIB
+    assert needs["decode-0"].host == held["prefill-0"] + (256 + 256) * MIB
     (mono,) = [fit.need_of(worker, parts, 0) for worker in workers("--dtype", dtype, "--topology", "mono")]
     assert mono.weights == held["encoder-0"] + held["prefill-0"]
 
@@ -368,9 +368,9 @@ def test_a_model_that_does_not_fit_says_which_worker_by_how_much_and_what_to_low
     small = machine_at(tmp_path / "small", memory_gib=16.0)
     finding = fit.memory_fit(small, workers(), SEVEN_BILLION)
     assert finding.status is Status.FAIL
-    needed = 4 * SEVEN_BILLION.language + (256 + 64 + 256) * MIB  # of the larger of the language workers
+    needed = 4 * SEVEN_BILLION.language + (256 + 256 + 256) * MIB  # of the larger of the language workers
     excess = (needed - 16 * GIB) / GIB
-    assert f"prefill-0 alone is {excess:.1f} GiB too large" in finding.found
+    assert f"decode-0 alone is {excess:.1f} GiB too large" in finding.found
     assert "smaller --model" in str(finding.todo)
 
 
@@ -398,7 +398,7 @@ def test_pools_that_do_not_fit_are_given_a_size_that_does(tmp_path: Path) -> Non
     machine = machine_at(tmp_path, memory_gib=8.0)
     parts = Parts(10_000_000, 100_000_000)
     finding = fit.memory_fit(machine, workers(KV_POOL_BYTES=str(4 * GIB)), parts)
-    assert finding.status is Status.FAIL and "largest is prefill-0" in finding.found
+    assert finding.status is Status.FAIL and "largest is decode-0" in finding.found
     assert "kv_pool_bytes" in str(finding.todo)
     assert fit.memory_fit(machine, with_suggestion(finding.todo), parts).status is Status.OK
 

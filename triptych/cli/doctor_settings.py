@@ -17,6 +17,10 @@ class DoctorSettings(UpSettings):
     kv_pool_bytes: int | None = field(
         default=None, metadata={"help": "KV pool of each worker, in bytes", "min": 1, "max": _MAX_BYTES}
     )
+    host_pool_bytes: int | None = field(
+        default=None,
+        metadata={"help": "host memory for KV that makes room for others, in bytes", "min": 0, "max": _MAX_BYTES},
+    )
     landing_bytes: int | None = field(
         default=None, metadata={"help": "landing arena for embeddings, in bytes", "min": 4096, "max": _MAX_BYTES}
     )

@@ -44,6 +44,7 @@ def need_of(worker: Wanted, parts: Parts, process_bytes: int) -> Need:
     pool = worker.sizes.kv_pool_bytes * worker.has_language
     others = process_bytes + worker.sizes.landing_bytes * worker.has_landing
     others += worker.sizes.embedding_cache_bytes * worker.has_vision
+    others += worker.sizes.host_pool_bytes * worker.has_host_pool
     if worker.device == "cpu":
         return Need(worker.name, weights, weights + pool + others, 0)
     mirror = pool * worker.shares_pool  # what other processes write to, on the host

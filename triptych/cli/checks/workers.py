@@ -27,6 +27,7 @@ class Sizes:
     """The services' settings of the same names; a test holds their defaults together."""
 
     kv_pool_bytes: int = 256 << 20
+    host_pool_bytes: int = 256 << 20
     landing_bytes: int = 64 << 20
     page_tokens: int = 16
     embedding_cache_bytes: int = 256 << 20
@@ -57,6 +58,11 @@ class Wanted:
     @property
     def has_vision(self) -> bool:
         return Role.ENCODER in self.roles
+
+    @property
+    def has_host_pool(self) -> bool:
+        """Whether KV of those that it decodes may wait on the host."""
+        return Role.DECODE in self.roles
 
     @property
     def shares_pool(self) -> bool:
