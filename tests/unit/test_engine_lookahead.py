@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.seed import SEED
-from tests.unit.engine_house import House, PoolOfAnother, answer_of, heard, settle
+from tests.unit.engine_house import House, Listener, PoolOfAnother, answer_of, heard, settle
 from triptych.core.errors import Aborted, EmbeddingMissing, TriptychError
 from triptych.core.ids import AttemptRef
 from triptych.core.lifecycle import Phase
@@ -140,11 +140,17 @@ def test_a_step_that_fails_ends_those_in_it_and_no_others(turning: Yard, error: 
 
 
 def test_an_engine_that_stops_waits_for_its_step(turning: Yard) -> None:
+    class StopsWhenItDecodes(Listener):
+        def decoding(self) -> None:
+            super().decoding()
+            turning.engine.post(turning.engine._stop)
+
     sequence = turning.new([1, 2, 3], max_tokens=150)
+    sequence.sink = StopsWhenItDecodes()
     turning.engine.call(lambda: turning.engine.submit(sequence)).result(5)
-    settle(turning, lambda: sequence.phase is Phase.DECODING)
+    assert heard(sequence).ended.wait(5)
+    assert isinstance(heard(sequence).error, Aborted)
     turning.engine.stop()
-    assert heard(sequence).ended.is_set()
     assert turning.device.pages_under_way() == set()
     assert turning.is_clean
 
