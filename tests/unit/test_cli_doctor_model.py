@@ -20,6 +20,7 @@ from services.prefill.settings import PrefillSettings
 from tests.unit.demo_dir import demo_model_dir
 from tests.unit.fake_machine import GIB, machine_at
 from tests.unit.spoiling import change_json, change_tensors
+from tests.unit.stock_parts import load_stock_language
 from triptych.cli import layout
 from triptych.cli.checks import checkpoint, fit
 from triptych.cli.checks.checkpoint import Parts
@@ -85,7 +86,7 @@ def test_what_cannot_be_served_is_named(spoil: str, model_dir: Path) -> None:
 
 
 def loaded_parts(adapter: Adapter, dtype: torch.dtype = torch.float32) -> tuple[Parts, Any, Any]:
-    vision, language = adapter.load_vision(dtype, CPU), adapter.load_language(dtype, CPU)
+    vision, language = adapter.load_vision(dtype, CPU), load_stock_language(adapter.model_dir, dtype)
     return Parts(vision.num_parameters, language.num_parameters), vision, language
 
 

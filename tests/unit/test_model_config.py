@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from tests.parity.checkpoints import FAMILIES
+from tests.unit.stock_parts import load_stock_language
 from triptych.core.errors import StartupError
 from triptych.model.adapters import base
 from triptych.model.registry import adapter_for, scan
@@ -503,7 +504,7 @@ def test_the_language_models_fields_may_stand_at_the_top(
 
 def outputs(model_dir: Path) -> torch.Tensor:
     """Hidden rows of a prompt of text at positions that differ by axis: what the config's numbers go into."""
-    language: Any = adapter_for(model_dir).load_language(torch.float32, CPU)
+    language = load_stock_language(model_dir)
     stock = copy.deepcopy(language.model)
     stock.config._attn_implementation = "eager"
     positions = torch.stack([torch.arange(9), torch.arange(9) * 2, torch.arange(9) * 3])[:, None]

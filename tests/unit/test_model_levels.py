@@ -16,6 +16,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.unit.stock_parts import load_stock_language
 from triptych.core.plan import Grid, Item, Modality, Sampling, TokenRange
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels
 from triptych.model.registry import adapter_for
@@ -100,7 +101,7 @@ def test_the_levels_are_added_as_the_stock_model_does(model_dir: Path, seed: int
     mask[0, rows] = True
     expected = stock_language(model_dir).model.language_model._deepstack_process(hidden, mask, level)
     before = hidden.clone()
-    ours: Any = adapter_for(model_dir).load_language(torch.float32, CPU)
+    ours = load_stock_language(model_dir)
     assert torch.equal(ours.model._deepstack_process(hidden, rows, level), expected)
     assert torch.equal(hidden, before), "the rows that came in were changed"
 
@@ -108,7 +109,7 @@ def test_the_levels_are_added_as_the_stock_model_does(model_dir: Path, seed: int
 def test_no_mask_is_read_back_from_the_device(model_dir: Path) -> None:
     """On the meta device there are no values to read: what looks at them fails, as the stock function does."""
     stock = stock_language(model_dir).model.language_model._deepstack_process
-    ours: Any = adapter_for(model_dir).load_language(torch.float32, CPU)
+    ours = load_stock_language(model_dir)
     with torch.device("meta"):
         hidden, level, rows = torch.empty(1, 20, HIDDEN), torch.empty(6, HIDDEN), torch.empty(6, dtype=torch.int64)
         assert ours.model._deepstack_process(hidden, rows, level).shape == hidden.shape

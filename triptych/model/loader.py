@@ -7,7 +7,8 @@ loaded by itself through transformers would stay random without a word.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 PROGRESS_STEPS = 10
+Room = Callable[[str, torch.Size], torch.Tensor]
+"""Where a tensor of that name and shape is to be read to, in the wanted dtype and contiguous."""
 MIN_PROGRESS_BYTES = 64 << 20
 """Small parts are there before anybody could read about it."""
 
@@ -111,12 +114,32 @@ def load_part(
     device: torch.device,
     part: str,
 ) -> None:
-    """Fills `module` (on meta) with the named tensors, a piece of one at a time: the peak is a few MiB above the part's
-    own size, whatever the file's dtype.
+    """Fills `module` (on meta) with the named tensors. Raises as `read_part` does."""
+
+    def room(_: str, shape: torch.Size) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    for name, tensor in read_part(shapes_of(module), index, names, room, part):
+        _assign(module, name, tensor)
+
+
+def shapes_of(module: torch.nn.Module) -> dict[str, torch.Size]:
+    """Of what a checkpoint holds for it, in the module's order."""
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def read_part(
+    wanted: Mapping[str, torch.Size],
+    index: Mapping[str, Path],
+    names: Mapping[str, str],
+    room: Room,
+    part: str,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors one after another, in the order of `wanted`, each read a piece at a time into what `room` gives
+    for it: the peak is a few MiB above what that keeps, whatever the file's dtype.
 
     Raises StartupError that names the first tensor that is missing, unexpected, of another shape or no float.
     """
-    wanted = dict(module.state_dict())
     missing, unexpected = sorted(wanted.keys() - names.keys()), sorted(names.keys() - wanted.keys())
     if missing:
         raise StartupError(
@@ -127,19 +150,17 @@ def load_part(
             f"the {part} part of the checkpoint has an unexpected tensor {names[unexpected[0]]!r} "
             f"(and {len(unexpected) - 1} more)"
         )
-    by_shard: dict[Path, list[str]] = {}
-    for name in wanted:
-        by_shard.setdefault(index[names[name]], []).append(name)
-    total = 0
-    for shard, local_names in by_shard.items():
-        with WeightsFile(shard) as file:
-            _check_shard(file, index)
-            total += sum(_checked(file, names[name], wanted[name].shape).num_bytes for name in local_names)
-    progress = LoadProgress(part, total)
-    for shard, local_names in by_shard.items():
-        with WeightsFile(shard) as file:
-            for name in local_names:
-                _assign(module, name, file.read(names[name], dtype, device, progress.advance))
+    with ExitStack() as opened:
+        shards: dict[Path, WeightsFile] = {}
+        for shard in dict.fromkeys(index[names[name]] for name in wanted):
+            shards[shard] = opened.enter_context(WeightsFile(shard))
+            _check_shard(shards[shard], index)
+        stored = [_checked(shards[index[names[name]]], names[name], shape) for name, shape in wanted.items()]
+        progress = LoadProgress(part, sum(tensor.num_bytes for tensor in stored))
+        for name in wanted:
+            tensor = room(name, wanted[name])
+            shards[index[names[name]]].read_into(names[name], tensor, progress.advance)
+            yield name, tensor
 
 
 def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

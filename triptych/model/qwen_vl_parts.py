@@ -20,6 +20,7 @@ from triptych.core.errors import StartupError
 from triptych.core.plan import Grid
 from triptych.media.frames import Target
 from triptych.model.checkpoint_files import PROCESSOR_FILE, read_json
+from triptych.model.language_weights import HEAD_NAME, LanguageWeights
 from triptych.model.loader import (
     check_all_claimed,
     check_loaded,
@@ -29,7 +30,7 @@ from triptych.model.loader import (
     tensor_index,
 )
 from triptych.model.stock import in_one_line, stock_on_meta
-from triptych.model.stock_language import HEAD_NAME, StockLanguage, load_stock_language
+from triptych.model.stock_language import StockLanguage
 
 if TYPE_CHECKING:
     from triptych.model.adapters.qwen_vl import QwenVLAdapter
@@ -90,7 +91,6 @@ class QwenLanguage(StockLanguage):
 
 
 Vision = TypeVar("Vision", bound=QwenVision)
-Language = TypeVar("Language", bound=QwenLanguage)
 
 
 def load_vision(adapter: QwenVLAdapter, part: type[Vision], dtype: torch.dtype, device: torch.device) -> Vision:
@@ -110,13 +110,13 @@ def load_vision(adapter: QwenVLAdapter, part: type[Vision], dtype: torch.dtype, 
     return vision
 
 
-def load_language(adapter: QwenVLAdapter, part: type[Language], dtype: torch.dtype, device: torch.device) -> Language:
-    """The language model's weights, and its head's, in a `part`. Raises StartupError."""
+def language_weights(adapter: QwenVLAdapter) -> LanguageWeights:
+    """Those of the language model and its head. Raises StartupError."""
     index = tensor_index(adapter.model_dir)
     adapter.check_depths(len(index))
     whole = stock_on_meta(adapter)
     _, names = _names_of_parts(index)
-    return load_stock_language(adapter, part, whole, whole.model.language_model, index, names, dtype, device)
+    return LanguageWeights(adapter, whole, whole.model.language_model, index, names)
 
 
 def _names_of_parts(index: Mapping[str, Path]) -> tuple[dict[str, str], dict[str, str]]:

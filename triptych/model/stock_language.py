@@ -3,21 +3,13 @@ subclass of `StockLanguage`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from triptych.core.errors import StartupError
-from triptych.model.adapters.base import Adapter
-from triptych.model.checkpoint_files import CONFIG_FILE
-from triptych.model.loader import check_loaded, count_parameters, is_same_tensor, load_part
+from triptych.model.loader import count_parameters
 from triptych.model.paged import PagedBatch
 from triptych.model.parts import EmbeddingLevels
-
-HEAD_NAME = "lm_head.weight"
-EMBEDDING_NAME = "embed_tokens.weight"
 
 
 class StockLanguage:
@@ -57,39 +49,3 @@ class StockLanguage:
     def position_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """(axes, tokens) as the text model takes them; text alone has one axis, which counts as the batch."""
         return positions
-
-
-Language = TypeVar("Language", bound=StockLanguage)
-
-
-def load_stock_language(
-    adapter: Adapter,
-    part: type[Language],
-    whole: Any,
-    model: Any,
-    index: Mapping[str, Path],
-    names: Mapping[str, str],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Language:
-    """The weights of the text model and of its head, in a `part`.
-
-    Args:
-        whole: the architecture's class on the meta device; `model` is the text model within.
-        index: every tensor of the checkpoint; `names`: those of the text model, name within it -> in the checkpoint.
-
-    Raises StartupError.
-    """
-    load_part(model, index, names, dtype, device, "language")
-    model.rotary_emb = type(model.rotary_emb)(model.config).to(device)
-    check_loaded(model, "language")
-    head = model.embed_tokens.weight
-    if not whole.config.tie_word_embeddings:
-        if HEAD_NAME not in index:
-            raise StartupError(f"the checkpoint lacks the tensor {HEAD_NAME!r}, and its config does not tie the head")
-        load_part(whole.lm_head, index, {"weight": HEAD_NAME}, dtype, device, "language head")
-        head = whole.lm_head.weight
-    elif HEAD_NAME in index and not is_same_tensor(index, HEAD_NAME, names[EMBEDDING_NAME]):
-        raise StartupError(f"{CONFIG_FILE} ties the head to the embeddings, but {HEAD_NAME!r} has weights of its own")
-    model.train(False)
-    return part(model, head.detach(), adapter.num_embedding_levels)

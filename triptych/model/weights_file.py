@@ -80,17 +80,23 @@ class WeightsFile:
             )
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device, advance: Advance) -> torch.Tensor:
-        """A tensor of `dtype` on `device` with storage of its own.
+        """A tensor of `dtype` on `device` with storage of its own. Raises as `read_into` does."""
+        self.check_is_float(name)
+        filled = torch.empty(self.tensors[name].shape, dtype=dtype, device=device)
+        self.read_into(name, filled, advance)
+        return filled
+
+    def read_into(self, name: str, filled: torch.Tensor, advance: Advance) -> None:
+        """Fills a contiguous tensor of the stored one's shape, in the dtype that it has.
 
         Raises StartupError as `check_is_float` does, and for a number that is none or does not fit into `dtype`: every
         answer would be nonsense without a word.
         """
         self.check_is_float(name)
         stored = self.tensors[name]
-        filled = torch.empty(stored.shape, dtype=dtype, device=device)
         flat, file_dtype = filled.view(-1), FLOAT_DTYPES[stored.dtype]
         self._file.seek(stored.begin)
-        is_direct = file_dtype == dtype and device.type == "cpu"
+        is_direct = file_dtype == filled.dtype and filled.device.type == "cpu"
         piece = self._piece.view(file_dtype)
         step = len(piece)
         for first in range(0, stored.num_elements, step):
@@ -101,7 +107,6 @@ class WeightsFile:
                 part.copy_(target)
             self._check_finite(name, part)
             advance(len(part) * file_dtype.itemsize)
-        return filled
 
     def _check_finite(self, name: str, part: torch.Tensor) -> None:
         # A minimum or maximum passes a NaN on, and needs no memory where a mask of the finite ones does.

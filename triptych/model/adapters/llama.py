@@ -54,9 +54,10 @@ class LlamaAdapter(Adapter):
         raise StartupError(f"{self.model_name} takes text only: it has no tower for an encoder to load")
 
     def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
-        from triptych.model.llama_parts import load_language
+        from triptych.model.llama_parts import language_weights
+        from triptych.model.stock_language import StockLanguage
 
-        return load_language(self, dtype, device)
+        return language_weights(self).load(StockLanguage, dtype, device)
 
     def check_depths(self, num_tensors: int) -> None:
         if self.kv_shape.num_layers > num_tensors:

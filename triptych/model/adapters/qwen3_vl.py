@@ -51,9 +51,9 @@ class Qwen3VLAdapter(QwenVLAdapter):
 
     def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
         from triptych.model.qwen3_vl_parts import Qwen3Language
-        from triptych.model.qwen_vl_parts import load_language
+        from triptych.model.qwen_vl_parts import language_weights
 
-        return load_language(self, Qwen3Language, dtype, device)
+        return language_weights(self).load(Qwen3Language, dtype, device)
 
     def _check_tower(self) -> None:
         vision = self.vision_config

@@ -105,9 +105,9 @@ class QwenVLAdapter(Adapter):
         return load_vision(self, QwenVision, dtype, device)
 
     def load_language(self, dtype: torch.dtype, device: torch.device) -> LanguagePart:
-        from triptych.model.qwen_vl_parts import QwenLanguage, load_language
+        from triptych.model.qwen_vl_parts import QwenLanguage, language_weights
 
-        return load_language(self, QwenLanguage, dtype, device)
+        return language_weights(self).load(QwenLanguage, dtype, device)
 
     def check_depths(self, num_tensors: int) -> None:
         # Building what a config says must not take hours and all memory to find out that it is of another checkpoint.
