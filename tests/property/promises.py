@@ -6,8 +6,12 @@ import random
 from collections.abc import Callable
 from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from hypothesis.strategies import SearchStrategy
+
+from tests.seed import IS_FULL
 
 Workload = TypeVar("Workload")
 
@@ -47,3 +51,24 @@ def broken_promise(run: Callable[[Workload], None], workload: Workload) -> str:
     except Broken as broken:
         return str(broken)
     return ""
+
+
+def steps(max_examples: int) -> settings:
+    """So many lives of a state machine; with TRIPTYCH_VERIFY=full twenty times as many."""
+    factor = 20 if IS_FULL else 1
+    return settings(max_examples=factor * max_examples, stateful_step_count=40, deadline=None)
+
+
+def assert_machine_catches(machine: type[RuleBasedStateMachine]) -> None:
+    """Some life of the machine, which runs a broken part, fails."""
+    how = settings(
+        max_examples=2000,
+        stateful_step_count=40,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        run_state_machine_as_test(machine, settings=how)  # type: ignore[no-untyped-call]
