@@ -227,6 +227,20 @@ def _grant_not_returned(patch: Patch) -> None:
     patch.setattr(grants.GrantTable, "release", lambda table, grant_id: None)
 
 
+def _grant_quarantine_skipped(patch: Patch) -> None:
+    """Pages that a prefill worker may still write to are given to others as soon as their caller has left."""
+    sound = grants.GrantTable.release
+
+    def release(table: grants.GrantTable, grant_id: str) -> None:
+        record = table._records.get(grant_id)
+        if record is not None and record.state is grants.GrantState.BOUND:
+            table._end_writing(record)
+        else:
+            sound(table, grant_id)
+
+    patch.setattr(grants.GrantTable, "release", release)
+
+
 FAULTS: dict[str, Fault] = {
     "eviction ignores a lock": Fault(_eviction_ignores_a_lock),
     "lock not returned": Fault(_lock_not_returned),
@@ -247,5 +261,6 @@ FAULTS: dict[str, Fault] = {
     "replay takes wrong positions": Fault(_replay_takes_wrong_positions),
     "host pool not returned": Fault(_host_pool_not_returned),
     "last page stays behind": Fault(_last_page_stays_behind, needs_camp=True),
+    "grant quarantine skipped": Fault(_grant_quarantine_skipped),
     "grant not returned": Fault(_grant_not_returned, needs_camp=True),
 }

@@ -16,6 +16,7 @@ import torch
 from tests.storm.device import DicedRunner
 from tests.storm.poison import PoisonedSlots, poison_pages
 from tests.storm.reply import LogitsWitness, Reply, StormFailed
+from tests.storm.strangers import Strangers
 from tests.storm.trouble import Counts, Trouble
 from tests.storm.wishes import Wish
 from tests.storm.world import World
@@ -108,6 +109,7 @@ class Yard:
         runner = LanguageRunner(self.world.language, pool, page_tokens, self.world.adapter.lookup_id)
         self.manager = CacheManager(num_pages, page_tokens)
         self.free_pages = poison_pages(self.manager, pool)
+        self.strangers = Strangers(dice, self.manager, pool)
         self.book = PoisonedSlots(memoryview(bytearray(arena_bytes)))
         self.cache: EmbeddingCache[torch.Tensor] = EmbeddingCache(dice.choice([1, 8, 64]) * 4096)
         budget = StepBudget(chunk + dice.randint(0, 64), chunk, dice.choice([1, 8, 64]))
@@ -129,6 +131,7 @@ class Yard:
         for turn in range(MOST_TURNS):
             self._arrivals(turn)
             self._writers()
+            self.strangers.at_step()
             self.trouble.at_step(self.engine, self.dice, self.counts)
             self.engine.post(lambda: None)  # so that an idle turn does not wait for news
             self.engine._turn()
@@ -220,6 +223,7 @@ class Yard:
         for errand in self._errands:
             self._write(errand)
         self._errands.clear()
+        self.strangers.end()
         for _ in range(2):  # the step under way, and what waits for it
             self.engine.post(lambda: None)
             self.engine._turn()
