@@ -16,6 +16,8 @@ from triptych.kv.manager import CacheManager
 
 HERE, WRITER = WorkerRef("yard", 1), WorkerRef("prefill-of-others", 1)
 MOST_GRANTS = 2
+MOST_ISSUED = 40
+"""In a storm: in a pool that is hardly larger than the largest request, more of them would starve it."""
 WRITTEN = 1e6
 
 
@@ -40,7 +42,8 @@ class Strangers:
         self._num_issued = 0
 
     def at_step(self) -> None:
-        if len(self._writing) < MOST_GRANTS and self._dice.random() < 0.2:
+        may_begin = len(self._writing) < MOST_GRANTS and self._num_issued < MOST_ISSUED
+        if may_begin and self._dice.random() < 0.2:
             with suppress(NoRoom, RequestTooLarge):
                 self._begin()
         for writing in list(self._writing):

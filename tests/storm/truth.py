@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,11 @@ from tests.parity.reference import CACHE_DIR, _cache_key, _write
 from tests.storm.prompts import Prompt, Variant, conversation, follow_up
 from tests.storm.world import World
 from triptych.core.plan import Sampling
-from triptych.model.sampler import SampleRow, TokenHistory, sample
+from triptych.model import sampler
+from triptych.model.sampler import SampleRow, TokenHistory, sample, uniform
 
 NEW_TOKENS = 10
-FORMAT = 1
+FORMAT = 2
 NOISE = 2e-4
 """More than our logits may differ from the stock model's: a token that survives it is certain."""
 
@@ -132,11 +134,20 @@ class TruthBook:
         return {"input_ids": input_ids, "attention_mask": mask, "mm_token_type_ids": is_picture, **pixels}
 
 
+def _shifted(place: float, shift: float) -> float:
+    return min(max(place + shift, 0.0), 1.0 - 1e-12)
+
+
 def _certain(row: torch.Tensor, choose: Callable[[torch.Tensor], int]) -> int | None:
-    """What is chosen, unless noise of the size of rounding errors changes it."""
+    """What is chosen, unless noise of the size of rounding errors changes it: in the logits, or in the place at which
+    the cumulative distribution is inverted, where noise in the logits adds up."""
     chosen = choose(row)
+    for shift in (-NOISE, NOISE):
+        with mock.patch.object(sampler, "uniform", lambda *place, shift=shift: _shifted(uniform(*place), shift)):
+            if choose(row) != chosen:
+                return None
     generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
+    for _ in range(8):
         noise = NOISE * (2 * torch.randint(0, 2, row.shape, generator=generator) - 1)
         if choose(row + noise) != chosen:
             return None
