@@ -1,6 +1,6 @@
 """Decode steps of one language model, below the engine: transformers' modules against our own decoder, in one process.
 
-    python benchmarks/runner_steps.py MODEL [--dtype float32] [--threads 2] [--batches 1,4,16] [--context 256]
+    python -m benchmarks.runner_steps MODEL [--dtype float32] [--threads 2] [--batches 1,4,16] [--context 256]
 
 Both take turns, so that what else the machine does meets both alike. With each time stands the share of the memory's
 bandwidth that our decoder used: bytes of weights and KV that a step must read, over what a triad reaches

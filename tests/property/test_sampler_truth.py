@@ -24,7 +24,17 @@ from transformers import (
 )
 
 from triptych.core.plan import Sampling
-from triptych.model.sampler import SampleRow, TokenHistory, adjusted, logprobs, sample, shortlist, uniform
+from triptych.model.sampler import (
+    SampleRow,
+    TokenHistory,
+    adjusted,
+    choose_among_all,
+    choose_among_likeliest,
+    logprobs,
+    sample,
+    shortlist,
+    uniform,
+)
 
 VOCABULARY = 24
 IDS = st.integers(0, VOCABULARY - 1)
@@ -267,3 +277,36 @@ def test_a_repetition_penalty_near_zero_takes_what_it_makes_likeliest(
     if positive:
         assert chosen in positive
     assert not torch.isnan(adjusted(case.logits, row)).any()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.0, 0.5, 2.0, 8.0]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.001, 0.3, 1.0]),
+    temperature=st.sampled_from([1e-4, 0.7, 2.0]),
+    drawn=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.5, 1 - 2**-53])),
+)
+def test_the_likeliest_alone_decide_as_all_do(
+    seed: int, spread: float, top_p: float, min_p: float, temperature: float, drawn: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5000, generator=generator) * spread
+    logits[::7] = logits[3]  # many equals
+    logits[11] = float("-inf")
+    sampling = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, min_p=min_p)
+    near = choose_among_likeliest(logits.double(), sampling, drawn)
+    assert near is None or near == choose_among_all(logits.double(), sampling, drawn).item()
+
+
+def test_the_likeliest_are_mostly_enough(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sampling = Sampling(max_tokens=1, temperature=0.7, top_p=0.95)
+    rows = torch.randn(60, 20_000, generator=generator).double() * 5
+    rows[:, :5] += 15
+    drawn = torch.rand(60, generator=generator).tolist()
+    decided = [choose_among_likeliest(row, sampling, one) is not None for row, one in zip(rows, drawn, strict=True)]
+    assert sum(decided) > 50
+    assert choose_among_likeliest(torch.full((20_000,), float("nan")).double(), sampling, 0.5) is None
+    assert choose_among_likeliest(torch.zeros(20_000).double(), sampling, 0.5) is None, "all are as likely"

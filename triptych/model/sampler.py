@@ -37,6 +37,11 @@ from triptych.core.plan import Sampling, TokenLogprobs
 
 # What JSON and the wire carry in place of minus infinity, as OpenAI's API does.
 LEAST_LOGPROB = -9999.0
+NUM_LIKELIEST = 256
+LIKELIEST_SHARE = 16
+"""In a vocabulary of fewer than so many times the likeliest, all are sorted at once."""
+ROUNDING = 1e-9
+"""Far more than what the order of a sum of float64 over any vocabulary changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +147,62 @@ def _choose(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
     scores = adjusted(logits, row)
     if row.sampling.temperature == 0:
         return scores.argmax()
-    probabilities, ids = shortlist(scores, row.sampling)
+    drawn = uniform(row.sampling.seed, row.choice, row.position)
+    if scores.device.type == "cpu" and (near := choose_among_likeliest(scores, row.sampling, drawn)) is not None:
+        return torch.tensor(near)
+    return choose_among_all(scores, row.sampling, drawn)
+
+
+def choose_among_all(scores: torch.Tensor, sampling: Sampling, drawn: float) -> torch.Tensor:
+    """The id where `drawn` in [0, 1) falls, by steps 5 to 9."""
+    probabilities, ids = shortlist(scores, sampling)
     cumulative = torch.cumsum(probabilities, dim=-1)
-    target = cumulative[-1] * uniform(row.sampling.seed, row.choice, row.position)
+    target = cumulative[-1] * drawn
     index = torch.searchsorted(cumulative, target.view(1), right=True)
     # Rounding may put the target at the very end, which must not reach what was ruled out.
     return ids[torch.minimum(index, (probabilities > 0).sum() - 1)][0]
+
+
+def choose_among_likeliest(scores: torch.Tensor, sampling: Sampling, drawn: float) -> int | None:
+    """What `choose_among_all` gives, from the likeliest alone, without sorting a vocabulary.
+
+    None where they do not decide it: what is kept reaches beyond them, or a boundary is so near that rounding, which
+    differs with the order of a sum, could have moved it.
+    """
+    if sampling.top_k is not None or len(scores) < LIKELIEST_SHARE * NUM_LIKELIEST:
+        return None
+    scaled = (scores - scores.max()) / sampling.temperature
+    ids = _at_least_kth(scaled, NUM_LIKELIEST)
+    ordered, order = torch.sort(scaled[ids], descending=True, stable=True)
+    probabilities = torch.exp(ordered) / torch.exp(scaled).sum()
+    cumulative = torch.cumsum(probabilities, dim=-1)
+    reached = cumulative[-1].item()
+    if not reached > 0:  # a row of NaN
+        return None
+    num_kept, kept = len(ids), 1.0
+    if sampling.top_p < 1:
+        if _is_near(cumulative, sampling.top_p):
+            return None
+        if reached > sampling.top_p:
+            num_kept = int((cumulative < sampling.top_p).sum().item()) + 1
+            kept = cumulative[num_kept - 1].item()
+    if sampling.min_p > 0:
+        least = sampling.min_p * probabilities[0].item()
+        if _is_near(probabilities, least):
+            return None
+        likely = int((probabilities > least).sum().item())
+        if likely < num_kept:
+            num_kept, kept = likely, cumulative[likely - 1].item()
+    if num_kept == len(ids) and (sampling.top_p < 1 or sampling.min_p > 0):
+        return None  # how much is kept is not known
+    target = kept * drawn
+    if target > cumulative[num_kept - 1].item() or _is_near(cumulative, target):
+        return None
+    return int(ids[order[torch.searchsorted(cumulative, target, right=True)]].item())
+
+
+def _is_near(values: torch.Tensor, boundary: float) -> bool:
+    return bool(((values - boundary).abs() <= ROUNDING).any())
 
 
 def _penalize(scores: torch.Tensor, row: SampleRow) -> None:
