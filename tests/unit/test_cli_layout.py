@@ -179,3 +179,10 @@ def test_the_router_listens_where_it_is_told() -> None:
 
 def test_the_bundled_model_is_found() -> None:
     assert (bundled_model() / "config.json").is_file()
+
+
+def test_encoders_stand_back_for_workers_with_a_language_model() -> None:
+    settings = UpSettings(topology="e-p-d+mono", encoders=2, encoder_nice=7)
+    specs = layout.workers(settings, MODEL, RUNTIME, 8, lambda host, port: True)
+    assert {spec.name for spec in specs if "--nice" in spec.flags} == {"encoder-0", "encoder-1"}
+    assert {_flag(spec, "--nice") for spec in specs if "--nice" in spec.flags} == {"7"}

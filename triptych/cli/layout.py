@@ -11,6 +11,7 @@ from triptych.cli.settings import DEFAULT_PORT, UpSettings
 from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError
 from triptych.core.topology import WorkerKind, kinds_of
+from triptych.core.worker import Role
 
 LOOPBACK = "127.0.0.1"
 # By service.
@@ -97,6 +98,8 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
             "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
             "--threads": str(threads),
         }
+        if kind.roles == {Role.ENCODER}:
+            flags["--nice"] = str(settings.encoder_nice)
         if settings.transport is not None:
             flags["--transport"] = settings.transport
         if kind.service == "prefill":

@@ -53,6 +53,14 @@ class UpSettings:
     threads: int = field(
         default=0, metadata={"min": 0, "max": 4096, "help": "of each worker; 0 shares the cores out among them"}
     )
+    encoder_nice: int = field(
+        default=2,
+        metadata={
+            "min": 0,
+            "max": 19,
+            "help": "how far encoders stand back for the other workers on their cores, as nice(1)",
+        },
+    )
     startup_timeout: float = field(default=180.0, metadata={"min": 1, "help": "seconds until a start has failed"})
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ OTHER_VARIABLES = frozenset(
 
 _EVERYWHERE = {"host", "log_format", "log_level", "model", "port", "runtime_dir", "strict"}
 _UP = {
+    "encoder_nice",
     "topology",
     "transport",
     "encoders",
@@ -56,6 +57,7 @@ _WORKERS = {
     "device",
     "dtype",
     "failpoints",
+    "nice",
     "threads",
 }
 _VISION = {
@@ -64,6 +66,7 @@ _VISION = {
     "max_batch_patches",
     "media_cpu_s",
     "media_memory_bytes",
+    "media_nice",
     "media_processes",
     "media_timeout_s",
 }

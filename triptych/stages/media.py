@@ -21,7 +21,7 @@ def media_limits(settings: VisionSettings) -> MediaLimits:
     return MediaLimits(
         settings.media_processes or max(1, min(MAX_AUTO_PROCESSES, cores // 2)),
         Limits(settings.max_pixels, settings.media_cpu_s),
-        Confinement(settings.media_memory_bytes, 0),
+        Confinement(settings.media_memory_bytes, settings.media_nice),
         settings.media_timeout_s,
         MAX_WAITING_PICTURES,
     )

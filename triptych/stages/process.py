@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from contextlib import suppress
 from typing import cast
 
 from triptych.core.failpoints import parse_failpoints
@@ -15,9 +17,18 @@ from triptych.stages.worker import Worker, WorkerPlan
 def run_worker(plan: WorkerPlan, service: str) -> int:
     """Starts, serves until SIGTERM or SIGINT, drains. Returns the exit status."""
     configure_logging(service, plan.common.log_level, cast(LogFormat, plan.common.log_format))
+    _stand_back(plan.common.nice)
     points.arm(parse_failpoints(plan.common.failpoints), plan.common.worker_id)
     asyncio.run(_serve(plan))
     return 0
+
+
+def _stand_back(nice: int) -> None:
+    """Before there are threads, which inherit it. Where the kernel shares cores out by session (autogroups), a worker
+    has a session of its own, and only the session's own value counts against others."""
+    os.nice(nice)
+    with suppress(OSError), open("/proc/self/autogroup", "w") as session:
+        session.write(str(nice))
 
 
 async def _serve(plan: WorkerPlan) -> None:

@@ -42,6 +42,10 @@ class WorkerSettings:
     threads: int = field(
         default=0, metadata={"help": "CPU threads for torch; 0 leaves it to torch", "min": 0, "max": 4096}
     )
+    nice: int = field(
+        default=0,
+        metadata={"help": "how far it stands back for other processes on its cores, as nice(1)", "min": 0, "max": 19},
+    )
     failpoints: str = field(default="", metadata={"help": "for tests: where to be slow, to fail or to die"})
     log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})
     log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})
@@ -71,6 +75,9 @@ class VisionSettings:
     )
     media_memory_bytes: int = field(
         default=2 << 30, metadata={"help": "what each may take to decode a picture, in bytes", "min": 1 << 24}
+    )
+    media_nice: int = field(
+        default=5, metadata={"help": "how far they stand back for the worker itself, as nice(1)", "min": 0, "max": 19}
     )
     media_cpu_s: int = field(default=20, metadata={"help": "CPU for one picture, in seconds", "min": 1, "max": 3600})
     media_timeout_s: float = field(
