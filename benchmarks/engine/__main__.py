@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     seconds = QUICK_SECONDS if options.quick else FULL_SECONDS
     budget = Budget.of((options.seconds or seconds) - CLOSING_SECONDS)
     results = run_all(options, budget)

@@ -11,6 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from PIL import Image
+
 from benchmarks.engine.client import Question
 from scripts.demo_model.scenes import draw, evaluation_seed, make_scene
 
@@ -44,6 +46,14 @@ def picture_part(seed: int) -> dict[str, Any]:
     """A drawn picture of 64 tokens as a part of a message."""
     file = io.BytesIO()
     draw(make_scene(evaluation_seed(7, seed), GRID, "one")).resize((224, 224)).save(file, "PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": uri}}
+
+
+def flat_picture_part(seed: int) -> dict[str, Any]:
+    """As large a picture of one colour, another for each seed below 2**24: quickly made, and as long to encode."""
+    file = io.BytesIO()
+    Image.new("RGB", (224, 224), ((seed >> 16) & 255, (seed >> 8) & 255, seed & 255)).save(file, "PNG")
     uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": uri}}
 

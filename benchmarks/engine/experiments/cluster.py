@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.engine.arms import Case, free_port, ours
+from benchmarks.engine.budget import Budget
 from benchmarks.engine.load import Server
 from benchmarks.engine.servers import running
 
@@ -32,7 +33,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    case: Case, threads: int, *flags: str, arm: str = "e-p-d", variables: dict[str, str] | None = None
+    case: Case, threads: int, budget: Budget, *flags: str, arm: str = "e-p-d", variables: dict[str, str] | None = None
 ) -> Iterator[Cluster]:
     """Raises StartFailed."""
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as name:
@@ -40,7 +41,7 @@ def cluster(
         ready = folder / "ready.json"
         spec = ours(arm, case, threads, folder / "run", free_port(), ("--ready-file", str(ready), *flags), variables)
         print(f"  {spec.line()}", flush=True)
-        with running(spec, folder, START_SECONDS) as server:
+        with running(spec, folder, min(START_SECONDS, budget.left_s())) as server:
             workers = json.loads(_when_written(ready))["workers"]
             yield Cluster(server.server, {worker: known["metrics_address"] for worker, known in workers.items()})
 

@@ -24,7 +24,7 @@ def measure(case: Case, threads: int, budget: Budget, unique: int = UNIQUE, requ
     dice = random.Random(1)
     choices = [dice.sample(range(unique), PICTURES) for _ in range(requests)]
     asked = [with_pictures(chosen, f"{index}", 2) for index, chosen in enumerate(choices)]
-    with cluster(case, threads, "--encoders", str(ENCODERS)) as running:
+    with cluster(case, threads, budget, "--encoders", str(ENCODERS)) as running:
         before = _encoded(running)
         for _ in range(2):
             asyncio.run(run(running.server, asked, 8, budget.left_s()))

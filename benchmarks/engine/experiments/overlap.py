@@ -29,7 +29,7 @@ Row = dict[str, Any]
 def measure(case: Case, threads: int, budget: Budget, tries: int = TRIES) -> float:
     """The median over requests. Raises StartFailed or AskFailed."""
     dice = random.Random(2)
-    with cluster(case, threads, variables={"TRIPTYCH_FAILPOINTS": FAILPOINT}) as running:
+    with cluster(case, threads, budget, variables={"TRIPTYCH_FAILPOINTS": FAILPOINT}) as running:
         ratios = []
         for number in range(1 + tries):
             question = with_pictures([dice.randrange(1 << 24) for _ in range(PICTURES)], str(number), 2)

@@ -15,7 +15,7 @@ from benchmarks.engine.budget import Budget
 from benchmarks.engine.client import AskFailed, Question, ask
 from benchmarks.engine.experiments.cluster import cluster
 from benchmarks.engine.load import Server
-from benchmarks.engine.prompts import only_text, with_pictures
+from benchmarks.engine.prompts import flat_picture_part, only_text
 from benchmarks.engine.samples import percentile
 
 PICTURES, FLOOD_CLIENTS, TEXTS = 8, 4, 60
@@ -25,7 +25,7 @@ FAKE_MS = {"encoder.before_encode": 60, "prefill.before_step": 10, "decode.befor
 
 def measure_real(case: Case, threads: int, budget: Budget, texts: int = TEXTS) -> float:
     """Raises StartFailed or AskFailed."""
-    with cluster(case, threads) as running:
+    with cluster(case, threads, budget) as running:
         return asyncio.run(_ratio(running.server, budget, texts))
 
 
@@ -33,7 +33,7 @@ def measure_timed(case: Case, budget: Budget, texts: int = TEXTS) -> float:
     """The same cluster with stages that wait longer than they compute: the bundled model is small enough to be a fake.
     Raises StartFailed or AskFailed."""
     slow = "; ".join(f"{name}=delay({ms})" for name, ms in FAKE_MS.items())
-    with cluster(case, 1, variables={"TRIPTYCH_FAILPOINTS": slow}) as running:
+    with cluster(case, 1, budget, variables={"TRIPTYCH_FAILPOINTS": slow}) as running:
         return asyncio.run(_ratio(running.server, budget, texts))
 
 
@@ -62,17 +62,16 @@ async def _flood(server: Server, budget: Budget) -> AsyncIterator[None]:
     """Clients that ask about new pictures as fast as they are answered."""
     dice = random.Random(3)
 
-    async def client(waiting: Iterator[Question]) -> None:
-        for question in waiting:
+    async def client() -> None:
+        while True:
+            parts = [flat_picture_part(dice.randrange(1 << 24)) for _ in range(PICTURES)]
+            question = Question([{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}], 4)
             await ask(server.url, server.model, question, timeout_s=max(1.0, budget.left_s()))
 
-    # Drawn before: drawing would take the cores from the servers.
-    drawn = [with_pictures([dice.randrange(1 << 24) for _ in range(PICTURES)], str(n), 4) for n in range(160)]
-    waiting = iter(drawn)
-    clients = [asyncio.ensure_future(client(waiting)) for _ in range(FLOOD_CLIENTS)]
+    clients = [asyncio.ensure_future(client()) for _ in range(FLOOD_CLIENTS)]
     try:
         yield
-        if all(task.done() for task in clients):
+        if any(task.done() for task in clients):
             raise AskFailed("the flood ended before the texts did")
     finally:
         for task in clients:
