@@ -25,8 +25,10 @@ class ContinuousEngine:
             page_size=PAGE_TOKENS, num_blocks=NUM_BLOCKS, max_batch_tokens=STEP_TOKENS, allow_block_sharing=True
         )
         self._manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
-        self._manager.start()
         self._count = 0
+
+    def start(self) -> None:
+        self._manager.start()
 
     def submit(self, job: Job) -> None:
         """On the event loop: results come back to it. Raises ValueError for a prompt with pictures."""

@@ -39,12 +39,19 @@ class Job:
 
 
 class GenerateEngine:
-    """Owner of the model and of the kept prefixes, on a thread of its own."""
+    """Owner of the model and of the kept prefixes, on a thread of its own once it was started.
+
+    Attributes:
+        num_reused_tokens: prompt tokens that were not computed again, over all answers.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._jobs: queue.Queue[Job] = queue.Queue()
         self._kept: OrderedDict[tuple[int | str, ...], Any] = OrderedDict()
+        self.num_reused_tokens = 0
+
+    def start(self) -> None:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def submit(self, job: Job) -> None:
@@ -54,7 +61,7 @@ class GenerateEngine:
         while True:
             batch = self._gather()
             with torch.inference_mode():
-                self._answer(batch)
+                self.answer(batch)
 
     def _gather(self) -> list[Job]:
         """One job, and those that are said to come with it: nobody waits who comes alone."""
@@ -67,9 +74,11 @@ class GenerateEngine:
                 break
         return batch
 
-    def _answer(self, batch: Sequence[Job]) -> None:
+    def answer(self, batch: Sequence[Job]) -> None:
+        """In inference mode. A failure ends the thread: the server is then of no use, and its clients time out."""
         prompts = [job.prompt for job in batch]
         shared, cache = self._prefix(prompts)
+        self.num_reused_tokens += shared * len(prompts)
         inputs = batch_inputs(prompts, shared)
         if cache is not None:
             inputs["cache"] = cache

@@ -80,6 +80,7 @@ def main() -> None:
     model = load(options.model, options.dtype)
     prompter = Prompter(options.model, model)
     engine = GenerateEngine(model) if options.engine == "generate" else ContinuousEngine(model)
+    engine.start()
     chat = Chat(prompter, engine)
     routes = [Route("/v1/chat/completions", chat.__call__, methods=["POST"]), Route("/health", _healthy)]
     uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=options.port, log_level="warning")
