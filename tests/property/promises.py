@@ -62,7 +62,7 @@ def steps(max_examples: int) -> settings:
 def assert_machine_catches(machine: type[RuleBasedStateMachine]) -> None:
     """Some life of the machine, which runs a broken part, fails."""
     how = settings(
-        max_examples=2000,
+        max_examples=500,
         stateful_step_count=40,
         phases=[Phase.generate],
         database=None,
