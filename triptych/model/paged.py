@@ -63,6 +63,8 @@ class DecodeGroup:
         num_sequences, num_context: the longest context, in tokens.
         strips: of K, then of V; each sequence by sequence, within that head by head: int64
             (2 * sequences * kv_heads * pages,).
+        gathered: where each layer's strips are put, one layer after another: what is taken anew for each layer is given
+            to the process page by page, again and again.
         mask: added to the scores, (sequences, 1, 1, num_context); None when all contexts are equally long.
     """
 
@@ -70,6 +72,7 @@ class DecodeGroup:
     num_sequences: int
     num_context: int
     strips: torch.Tensor
+    gathered: torch.Tensor
     mask: torch.Tensor | None
 
 
@@ -134,8 +137,8 @@ class PagedBatch:
     def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, scale: float) -> torch.Tensor:
         """One query row a sequence; the heads that share a K/V head become the rows of one small attention."""
         dim, kv_heads = query.shape[2], self.pool.shape[3]
-        gathered = self._strips(layer).index_select(0, group.strips)
-        both = gathered.view(2, group.num_sequences, kv_heads, -1, dim)[:, :, :, : group.num_context]
+        torch.index_select(self._strips(layer), 0, group.strips, out=group.gathered)
+        both = group.gathered.view(2, group.num_sequences, kv_heads, -1, dim)[:, :, :, : group.num_context]
         q = query.reshape(group.num_sequences, kv_heads, -1, dim)
         if q.dtype is torch.bfloat16 and q.device.type == "cpu":
             return _small_attention(q, both[0], both[1], group.mask, scale).view(query.shape)
@@ -165,8 +168,8 @@ def _small_attention(
 
 def build_batch(pool: torch.Tensor, rows: Sequence[tuple[BlockTable, int, int]], device: torch.device) -> PagedBatch:
     """A batch from (block table, first new token's index, new tokens) of each sequence, in packed order."""
-    _, _, num_pages, kv_heads, page_tokens, _ = pool.shape
-    strips = _Strips(num_pages, kv_heads, pool.dtype, device)
+    _, _, num_pages, kv_heads, page_tokens, dim = pool.shape
+    strips = _Strips(num_pages, kv_heads, page_tokens * dim, pool.dtype, device)
     writes: list[Indices] = []
     opened: list[int] = []
     extends: list[ExtendSpan] = []
@@ -193,10 +196,11 @@ def build_batch(pool: torch.Tensor, rows: Sequence[tuple[BlockTable, int, int]],
 
 @dataclass(frozen=True, slots=True)
 class _Strips:
-    """Numbers the strips of a layer: (kind * pages + page) * kv_heads + head."""
+    """Numbers the strips of a layer: (kind * pages + page) * kv_heads + head; each has `width` elements."""
 
     num_pages: int
     kv_heads: int
+    width: int
     dtype: torch.dtype
     device: torch.device
 
@@ -229,7 +233,8 @@ class _Strips:
         rows = [row for row, _, _ in singles]
         together = rows[-1] - rows[0] == count - 1 and sorted(rows) == rows
         place = slice(rows[0], rows[-1] + 1) if together else self.to_device(np.array(rows, dtype=np.int64))
-        return DecodeGroup(place, count, num_context, self.to_device(strips.reshape(-1)), mask)
+        gathered = torch.empty((strips.size, self.width), dtype=self.dtype, device=self.device)
+        return DecodeGroup(place, count, num_context, self.to_device(strips.reshape(-1)), gathered, mask)
 
     def to_device(self, array: Indices) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
