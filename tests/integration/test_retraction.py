@@ -212,12 +212,15 @@ async def test_an_end_while_retracted_leaves_nothing_behind(
 ) -> None:
     async with InProcessCluster(model_dir, topology, chunk_tokens=48, kv_pool_bytes=4 << 20) as cluster:
         request = asked(random.Random(1), 40)
-        plan = dataclasses.replace(cluster.plan(request), timeout_s=2.0)
+        plan = dataclasses.replace(cluster.plan(request), timeout_s=4.0 if end is its_time_is_over else 60.0)
         with pytest.MonkeyPatch.context() as patch:
             forcing = Forcing("retract", [9])
             forcing.force(patch, cluster)
             async with cluster.pipeline.answer(plan, request.media, new_request_id()) as answer:
                 await until_retracted(cluster)
+                async with asyncio.timeout(3):
+                    while answer.order.emitted < 9:  # noqa: ASYNC110 - what was sampled is on its way
+                        await asyncio.sleep(0.005)
                 await end(cluster, answer)
         assert answer.order.emitted == 9
         await until_idle(cluster.workers)
