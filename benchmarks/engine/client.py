@@ -56,6 +56,8 @@ async def ask(
     try:
         async with asyncio.timeout(timeout_s):
             sample = await _ask(url, body, timeline)
+    except TimeoutError:
+        raise AskFailed("no whole answer in the time that one cell may take") from None
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise AskFailed(f"{type(error).__name__}: {error}"[:300]) from None
     if sample.completion_tokens != question.max_tokens:

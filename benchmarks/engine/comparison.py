@@ -23,8 +23,10 @@ from benchmarks.engine.results import Results, place
 from benchmarks.engine.samples import figures
 from benchmarks.engine.servers import Running, StartFailed
 
-# An arm that takes longer for the first cell than this and half the time left would leave nothing to the others.
+# What a cell is taken to need before any arm has shown it, and the most that one arm may take of the time left for one
+# cell: a stuck arm must not take the time of all others.
 LEAST_SECONDS = 4.0
+CELL_SHARE = 0.5
 NO_TIME = "it did not fit into the time"
 
 
@@ -132,9 +134,11 @@ class _Turns:
             return
         asked = questions(cell.workload, seed, skip + count, self._case.num_words)[skip:]
         try:
-            answered = asyncio.run(run(self._servers[arm].server, asked, concurrency, max(1.0, self._budget.left_s())))
+            answered = asyncio.run(
+                run(self._servers[arm].server, asked, concurrency, max(1.0, CELL_SHARE * self._budget.left_s()))
+            )
         except AskFailed as error:
-            self._results.missing[arm, self._case.name] = f"{cell.workload} at {concurrency}: {error}"
+            self._results.missing[arm, self._case.name] = f"{cell.workload}, {concurrency} clients: {error}"
             if "400" not in str(error):
                 self._servers.pop(arm).stop()
             return
