@@ -72,6 +72,21 @@ def test_what_has_landed_is_there_for_the_next_without_a_slot() -> None:
     assert len(table.landing) == 0
 
 
+def test_what_is_cached_in_the_middle_does_not_keep_out_for_ever_what_fits_an_empty_arena() -> None:
+    """A lease of it would leave two runs of free bytes, and neither holds the other picture."""
+    table = Table()
+    assert table.reserve(ONE, 6)
+    table.cache(7)
+    table.landing.abandon(ONE)
+    wanted = {0: Wanted(content(7), SLOT), 1: Wanted(content(8, 3), 3 * SLOT)}
+    assert table.landing.can_ever_hold([want.num_bytes for want in wanted.values()])
+    assert table.landing.try_reserve(ONE, wanted)
+    table.landing.check_integrity()
+    assert table.landing.rows(ONE, 0) is None, "it has to land again"
+    table.landing.abandon(ONE)
+    assert len(table.landing) == 0
+
+
 def test_what_landed_for_one_that_ended_before_it_was_used_is_kept() -> None:
     table = Table()
     assert table.reserve(ONE, 7)

@@ -86,10 +86,17 @@ class LandingTable:
 
     def try_reserve(self, ref: AttemptRef, wanted: Mapping[int, Wanted]) -> bool:
         """For each item (by its index) a lease of what has landed already, or a slot; or nothing at all. Room that only
-        cached embeddings take is made; False costs some of those at most."""
+        cached embeddings take is made; False costs some of those at most.
+
+        Where what is cached lies in the way of the rest it is given up, too: whatever fits an empty arena gets in when
+        nobody else is there.
+        """
         found = {
             index: entry for index, want in wanted.items() if (entry := self._cache.find(want.content)) is not None
         }
+        return self._reserve(ref, wanted, found) or (bool(found) and self._reserve(ref, wanted, {}))
+
+    def _reserve(self, ref: AttemptRef, wanted: Mapping[int, Wanted], found: Mapping[int, Landed]) -> bool:
         missing = {index: want for index, want in wanted.items() if index not in found}
         for index, entry in found.items():
             self._lease(entry, (ref, index))
