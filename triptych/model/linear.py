@@ -2,13 +2,22 @@
 
 On a CPU a decode step reads every weight for a handful of rows. torch's own product lays the weights out anew for every
 call of more than one row; packed ones are read as they lie. benchmarks/runner_steps.py compares.
+
+oneDNN compiles a product for each number of rows that it meets, and keeps it: over the chunks of many prompts that
+comes to hundreds of megabytes. So what it keeps is bounded here, before its first product; both caches drop what was
+used the longest ago, and the few numbers of rows of decode steps stay.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
+
+KEPT_PRODUCTS = "256"
+for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, KEPT_PRODUCTS)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
