@@ -17,7 +17,7 @@ from tests.integration import tiny_cluster
 from tests.integration.tiny_cluster import MAX_TOKENS, SMALL_POOL
 from tests.parity.prompts import draw_picture
 from triptych.core.errors import MediaInvalid
-from triptych.core.plan import Item
+from triptych.core.plan import EmbeddingSource, Item
 from triptych.media.frames import Target
 from triptych.media.picture import decode_picture, fit
 from triptych.media.pool import MediaPool
@@ -136,6 +136,7 @@ class Counts:
             "passes": sum(bucket.get() for bucket in metrics.ENCODER_BATCH_ITEMS._buckets),
             "patches": metrics.ENCODER_PATCHES._value.get(),
             "radix": metrics.ENCODER_ITEMS.labels("radix")._value.get(),
+            "finished": sum(metrics.ENCODER_ITEMS.labels(each.value)._value.get() for each in EmbeddingSource),
             "shipped_bytes": sum(
                 metrics.EMBEDDING_TRANSFER_BYTES.labels(transport=way)._value.get() for way in ("inproc", "shm", "zmq")
             ),
@@ -157,7 +158,7 @@ async def test_fifty_requests_over_five_pictures_of_mixed_sizes_decode_and_encod
     assert (done["decoded"], done["encoded"], done["missed"]) == (5, 5, 5)
     assert done["patches"] == sum(grid.h * grid.w for grid in grids)
     assert done["passes"] < 5
-    assert done["shared"] + done["radix"] == 45
+    assert done["finished"] == 50
     for n in (0, 11, 22, 33, 49):
         epd.clear_caches()
         assert (await epd.generate(requests[n])).token_ids == together[n].token_ids
@@ -184,7 +185,7 @@ async def test_a_follow_up_turn_encodes_nothing_ships_nothing_and_fetches_nothin
     )
     counts = Counts()
     again = await epd.generate(follow_up)
-    assert counts.since == dict.fromkeys(counts.since, 0) | {"radix": 1}
+    assert counts.since == dict.fromkeys(counts.since, 0) | {"radix": 1, "finished": 1}
     assert fetched == [len(PICTURE)]
     assert again.cached_tokens > 0 == answer.cached_tokens
     assert not [event for event in again.timeline if event.event in ("fetch", "preprocess", "encode", "write")]
@@ -194,6 +195,7 @@ async def test_a_follow_up_turn_encodes_nothing_ships_nothing_and_fetches_nothin
 
 async def test_a_picture_that_the_encoder_knows_is_shipped_and_not_fetched(epd: InProcessCluster) -> None:
     await epd.generate(asked(PICTURE))
+    epd.clear_language_caches()
     counts = Counts()
     other = ChatRequest(
         [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "image"}]}],

@@ -169,8 +169,7 @@ async def test_what_was_encoded_in_the_process_that_prefills_is_local(
 
 async def test_a_picture_in_another_prompt_comes_from_the_encoders_cache(epd: InProcessCluster) -> None:
     await epd.generate(asked("one", picture(1)))
-    for engine in engines(epd):
-        engine.call(engine.landing.clear_cache).result(5.0)
+    epd.clear_language_caches()
     other = ChatRequest(
         [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "image"}]}],
         (picture(1),),

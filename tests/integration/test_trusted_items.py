@@ -136,9 +136,7 @@ async def test_what_is_known_crosses_the_wire_once(epd: InProcessCluster, stock:
     assert len(first.events("fetch")) == 1
     assert not again.events("fetch") and not again.events("encode")
     assert [event.source for event in again.events("radix_hit")] == [EmbeddingSource.RADIX]
-    for worker in epd.workers:
-        if worker.language_engine is not None:
-            worker.language_engine.call(worker.language_engine.manager.clear_cache).result(10.0)
+    epd.clear_language_caches()
     third = await answer(epd, request)
     assert third.token_ids == first.token_ids
     assert len(third.events("cache_hit")) == 1 and not third.events("fetch")
@@ -410,9 +408,7 @@ async def test_a_wrong_grid_does_not_meet_the_cached_embedding(
 ) -> None:
     request = stock.request(epd.adapter, [stock.pictures[0].embedded], MAX_TOKENS)
     assert (await answer(epd, request)).token_ids == truth
-    for worker in epd.workers:
-        if worker.language_engine is not None:
-            worker.language_engine.call(worker.language_engine.manager.clear_cache).result(10.0)
+    epd.clear_language_caches()
     grid = request.plan.items[0].grid
     plan, media = with_item(request, request.media[0], grid=Grid(grid.t, grid.w, grid.h))
     with pytest.raises(MediaMismatch, match="identity names"):

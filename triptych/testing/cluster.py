@@ -208,12 +208,17 @@ class InProcessCluster:
 
     def clear_caches(self) -> None:
         """Empties the radix trees and the caches of embeddings. Only between requests."""
+        self.clear_language_caches()
+        for worker in self.workers:
+            if worker.supply is not None:
+                worker.supply.clear()
+
+    def clear_language_caches(self) -> None:
+        """Empties the radix trees and the caches of what has landed; encoders keep theirs. Only between requests."""
         for worker in self.workers:
             if worker.language_engine is not None:
                 worker.language_engine.call(worker.language_engine.manager.clear_cache).result(10.0)
                 worker.language_engine.call(worker.language_engine.landing.clear_cache).result(10.0)
-            if worker.supply is not None:
-                worker.supply.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a worker has lost a page or counts one twice."""
