@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from tests.property.promises import assert_machine_catches
 from triptych.core.errors import NoRoom, RequestTooLarge, StaleAttempt, TransferRefused
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.kv.grants import GrantRecord, GrantState, GrantTable
 from triptych.kv.manager import CacheManager, SequencePages
+from triptych.kv.radix import Node
 
 PAGE = 2
 NUM_PAGES = 9
@@ -33,12 +36,13 @@ class Held:
 
 
 class PoolMachine(RuleBasedStateMachine):
+    part: type[CacheManager] = CacheManager
     sequences: Bundle[Held] = Bundle("sequences")
     grants: Bundle[GrantRecord] = Bundle("grants")
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = CacheManager(NUM_PAGES, PAGE)
+        self.manager = self.part(NUM_PAGES, PAGE)
         self.table = GrantTable(WorkerRef("decode-0", 3), self.manager)
         self.cached: dict[Prefix, int] = {}
         self.living: list[Held] = []
@@ -296,3 +300,105 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+class ForgetsAPage(CacheManager):
+    def release(self, sequence: SequencePages) -> None:
+        if len(sequence.owned) > 1:
+            sequence.owned.remove(max(sequence.owned))
+            self._num_owned -= 1
+        super().release(sequence)
+
+
+class LocksTwice(CacheManager):
+    def reserve(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> SequencePages | None:
+        pages = super().reserve(root, ids, num_tokens, spare_pages)
+        if pages is not None:
+            self.tree.lock(pages.path)
+        return pages
+
+
+class EvictsTheLocked(CacheManager):
+    def _take(self, count: int) -> list[int]:
+        locked = [node for node in self.tree.nodes() if node.locks and node.first is None]
+        if count > self._allocator.num_free and locked:
+            self.tree._remove(locked[0])
+            self._allocator.free([locked[0].page])
+        return super()._take(count)
+
+
+class LocksAfterTaking(CacheManager):
+    """What makes room for a sequence may be its own prefix."""
+
+    def reserve(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> SequencePages | None:
+        path = self.tree.match(root, ids, len(ids) - 1)
+        if not self._has_room([], num_tokens - len(path) * self.page_tokens, spare_pages):
+            return None
+        needed = self.pages_for(num_tokens) - len(path)
+        fresh = self._take(needed)
+        self.tree.lock([node for node in path if node.parent is not None])
+        self._num_owned += needed
+        cached_tokens = len(path) * self.page_tokens
+        return SequencePages(root, [node.page for node in path] + fresh, path, set(fresh), cached_tokens)
+
+
+class EndsQuarantineEarly(CacheManager):
+    def quarantine_leased(self, pages: Sequence[int]) -> None:
+        super().quarantine_leased(pages)
+        super().free_quarantined(pages)
+
+    def free_quarantined(self, pages: Sequence[int]) -> None:
+        return
+
+
+class LosesWhatItExtends(CacheManager):
+    def extend(self, sequence: SequencePages, num_tokens: int) -> bool:
+        before = len(sequence.pages)
+        if not super().extend(sequence, num_tokens):
+            return False
+        if len(sequence.pages) > before:
+            sequence.owned.remove(sequence.pages.pop())
+        return True
+
+
+class BreaksPromises(CacheManager):
+    """Gives away what credits have been promised."""
+
+    @property
+    def num_available(self) -> int:
+        return self._allocator.num_free + self.tree.num_unlocked
+
+
+class CountsThePathAsRoom(CacheManager):
+    def offer(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> int | None:
+        return self.match_tokens(root, ids)
+
+    def _has_room(self, path: Sequence[Node], num_tokens: int, spare_pages: int) -> bool:
+        return super()._has_room([], num_tokens - len(path) * self.page_tokens, spare_pages)
+
+
+class SharesAndKeeps(CacheManager):
+    """A page that the tree took stays the sequence's own, too."""
+
+    def share(self, sequence: SequencePages, ids: Sequence[int], num_written: int) -> None:
+        own, count = set(sequence.owned), self._num_owned
+        super().share(sequence, ids, num_written)
+        sequence.owned, self._num_owned = own, count
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ForgetsAPage,
+        LocksTwice,
+        EvictsTheLocked,
+        LocksAfterTaking,
+        EndsQuarantineEarly,
+        LosesWhatItExtends,
+        BreaksPromises,
+        CountsThePathAsRoom,
+        SharesAndKeeps,
+    ],
+)
+def test_a_broken_manager_is_caught(broken: type[CacheManager]) -> None:
+    assert_machine_catches(type("Broken", (PoolMachine,), {"part": broken}))
