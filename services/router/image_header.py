@@ -10,30 +10,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from PIL import (
-    BmpImagePlugin,
-    ExifTags,
-    GifImagePlugin,
-    Image,
-    JpegImagePlugin,
-    PngImagePlugin,
-    WebPImagePlugin,
-)
+from PIL import ExifTags, Image
 
 from triptych.core.errors import MediaInvalid, MediaUnsupported
+from triptych.media.formats import PILLOW_FORMATS
 
 MAX_ASPECT_RATIO = 200
 
-# Importing these registers them; a format that is not registered would make Pillow import all it has. The JPEG plugin
-# also opens MPO, which is a phone's JPEG with further pictures behind the one that is shown.
-_PLUGINS = (
-    PngImagePlugin.PngImageFile,
-    JpegImagePlugin.JpegImageFile,
-    WebPImagePlugin.WebPImageFile,
-    GifImagePlugin.GifImageFile,
-    BmpImagePlugin.BmpImageFile,
-)
-_PILLOW_FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 _ACCEPTED = "PNG, JPEG, WebP, GIF (first frame) or BMP"
 _TURNED = frozenset({5, 6, 7, 8})
 
@@ -98,9 +81,9 @@ def read_image_header(data: bytes, max_pixels: int, param: str) -> ImageHeader:
 def _inspect(data: bytes, max_pixels: int, param: str) -> tuple[int, int, bool]:
     """(width, height, whether the orientation exchanges them), both as stored."""
     try:
-        with Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
             width, height = image.size
-        with Image.open(io.BytesIO(_metadata_only(data)), formats=_PILLOW_FORMATS) as image:
+        with Image.open(io.BytesIO(_metadata_only(data)), formats=PILLOW_FORMATS) as image:
             # The base method: the PNG one decodes the picture to look for metadata behind it.
             orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):

@@ -254,6 +254,18 @@ def test_the_version_is_the_installed_one() -> None:
     assert done.stdout.split()[1][0].isdigit()
 
 
+def test_python_dash_m_triptych_is_the_command() -> None:
+    def said(*argv: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "triptych", *argv]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+        return done.returncode, done.stdout, done.stderr
+
+    ours = run("--version")
+    assert said("--version") == (0, ours.stdout, "")
+    assert said("--help")[1] == run("--help").stdout
+    assert said("upp") == (1, "", run("upp").stderr)
+
+
 def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for typed, meant in (("doctr", "doctor"), ("sever", "serve"), ("upp", "up")):
         with pytest.raises(StartupError, match=rf"no command '{typed}' \(did you mean {meant}\?\); it has up, chat"):

@@ -10,21 +10,13 @@ import warnings
 
 import numpy as np
 import numpy.typing as npt
-from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import Image, ImageOps
 
 from triptych.core.errors import MediaInvalid
+from triptych.media.formats import PILLOW_FORMATS
 from triptych.media.frames import Target
 
 WHITE = (255, 255, 255, 255)
-# All that the router lets through; what else Pillow could open is never tried. The JPEG plugin also opens MPO.
-_PLUGINS = (
-    PngImagePlugin.PngImageFile,
-    JpegImagePlugin.JpegImageFile,
-    WebPImagePlugin.WebPImageFile,
-    GifImagePlugin.GifImageFile,
-    BmpImagePlugin.BmpImageFile,
-)
-FORMATS = tuple(plugin.format for plugin in _PLUGINS)
 
 
 def decode_picture(media: bytes | bytearray, max_pixels: int) -> Image.Image:
@@ -36,7 +28,7 @@ def decode_picture(media: bytes | bytearray, max_pixels: int) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(media), formats=FORMATS)
+            image = Image.open(io.BytesIO(media), formats=PILLOW_FORMATS)
             if image.width * image.height > max_pixels:
                 raise MediaInvalid(f"the picture has more than {max_pixels} pixels; send a smaller one")
             image.load()
