@@ -49,13 +49,20 @@ class Launcher:
 
 @contextlib.contextmanager
 def launched(
-    folder: Path, *flags: str, stubs: bool = False, environ: Mapping[str, str] | None = None
+    folder: Path,
+    *flags: str,
+    stubs: bool = False,
+    environ: Mapping[str, str] | None = None,
+    port: tuple[str, ...] = ("--port", "0"),
 ) -> Iterator[Launcher]:
-    """`triptych up` with its runtime folder and ready file in `folder`; not running any more at the end."""
+    """`triptych up` with its runtime folder and ready file in `folder`; not running any more at the end.
+
+    `port`: how it is told where the API listens; with nothing, all ports are standard ones where those are free.
+    """
     runtime, ready_file = folder / "run", folder / "ready.json"
     ready_file.unlink(missing_ok=True)
     path = f"{STUBS}{os.pathsep}{REPOSITORY}" if stubs else str(REPOSITORY)
-    command = [sys.executable, "-P", "-m", "triptych.cli", "up", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "triptych.cli", "up", *port]
     command += ["--runtime-dir", str(runtime), "--ready-file", str(ready_file), *flags]
     process = subprocess.Popen(
         command,

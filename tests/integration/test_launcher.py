@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -74,6 +75,19 @@ def test_a_second_cluster_in_the_same_folder_is_refused(model: str, tmp_path: Pa
         assert output.startswith("error: a cluster already runs in")
         assert "Traceback" not in output
         assert launcher.process.poll() is None
+
+
+def test_clusters_that_start_at_the_same_moment_share_no_port(model: str, tmp_path: Path) -> None:
+    """On the standard ports: each of the three wants all of them, and none has a server yet when the others look."""
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder in folders:
+        folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        launchers = [stack.enter_context(launched(folder, "--model", model, stubs=True, port=())) for folder in folders]
+        all_ready = [launcher.wait_ready(READY_SECONDS) for launcher in launchers]
+    addresses = [address for ready in all_ready for worker in ready["workers"].values() for address in worker.values()]
+    addresses += [ready["url"].removeprefix("http://") for ready in all_ready]
+    assert len(set(addresses)) == len(addresses) == 3 * (3 * 2 + 1)
 
 
 def test_a_worker_that_dies_while_starting_stops_the_start_with_its_log(model: str, tmp_path: Path) -> None:

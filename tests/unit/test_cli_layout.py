@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from triptych.cli import layout
 from triptych.cli.bundled import bundled_model
 from triptych.cli.layout import ProcessSpec
+from triptych.cli.ports import HeldPorts
 from triptych.cli.settings import UpSettings
 from triptych.core.errors import StartupError
 
@@ -159,17 +161,17 @@ def test_whoever_starts_it_hears_of_another_port_and_of_an_open_door() -> None:
 
 
 def test_an_api_port_that_was_asked_for_and_is_taken_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(HeldPorts()) as ports:
         taken = server.getsockname()[1]
         with pytest.raises(StartupError, match="is taken"):
-            layout.api_port(UpSettings(port=taken))
-    assert layout.api_port(UpSettings(port=0)) > 0
+            layout.api_port(UpSettings(port=taken), ports)
+        assert layout.api_port(UpSettings(port=0), ports) > 0
 
 
 @pytest.mark.parametrize("port", [None, 0, 8000])
 def test_a_host_that_is_not_of_this_machine_is_an_error(port: int | None) -> None:
     with pytest.raises(StartupError, match=r"nothing can listen at --host 192\.0\.2\.1"):
-        layout.api_port(UpSettings(host="192.0.2.1", port=port))
+        layout.api_port(UpSettings(host="192.0.2.1", port=port), HeldPorts())
 
 
 def test_the_router_listens_where_it_is_told() -> None:

@@ -1,12 +1,12 @@
-"""Which processes make a cluster, with which flags. Pure, but for asking whether a port is free."""
+"""Which processes make a cluster, with which flags. Pure, but for the ports, which it takes from whoever has them."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.cli.ports import HeldPorts, TakePort, free_port
 from triptych.cli.settings import DEFAULT_PORT, UpSettings
 from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError
@@ -18,8 +18,6 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT = {"encoder": 8101, "prefill": 8201, "decode": 8301, "mono": 8401}
 FIRST_METRICS_PORT = 9401
 
-IsFree = Callable[[str, int], bool]
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
@@ -30,39 +28,18 @@ class ProcessSpec:
     flags: tuple[str, ...]
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port(host: str) -> int:
-    """Raises StartupError if the host is no address of this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise StartupError(f"nothing can listen at --host {host}: {error.strerror}") from error
-        return int(probe.getsockname()[1])
-
-
-def api_port(settings: UpSettings) -> int:
-    """The port that was asked for, or a free one. Raises StartupError if the one asked for is taken."""
+def api_port(settings: UpSettings, ports: HeldPorts) -> int:
+    """The port that was asked for, or a free one; taken. Raises StartupError if the one asked for is another's."""
     if settings.port:
-        if not is_free(settings.host, settings.port):
+        if not ports.take(settings.host, settings.port):
             free_port(settings.host)  # tells a wrong host from a taken port
             raise StartupError(
                 f"port {settings.port} is taken; stop what listens there, or give another --port (0 takes a free one)"
             )
         return settings.port
-    if settings.port is None and is_free(settings.host, DEFAULT_PORT):
+    if settings.port is None and ports.take(settings.host, DEFAULT_PORT):
         return DEFAULT_PORT
-    return free_port(settings.host)
+    return ports.take_any(settings.host)
 
 
 def notices(settings: UpSettings, port: int) -> list[str]:
@@ -75,13 +52,13 @@ def notices(settings: UpSettings, port: int) -> list[str]:
     return said
 
 
-def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_free: IsFree) -> list[ProcessSpec]:
-    """All workers. A standard port that is taken becomes 0: the worker takes a free one and announces it.
+def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, take_port: TakePort) -> list[ProcessSpec]:
+    """All workers. A standard port that cannot be taken becomes 0: the worker takes a free one and announces it.
 
     With `--port 0` none is standard, so that clusters that start at the same time cannot meet.
     """
     if settings.port == 0:
-        port_free = _never_free
+        take_port = _take_none
     wanted = _wanted(settings)
     threads = settings.threads or max(1, cores // len(wanted))
     specs: list[ProcessSpec] = []
@@ -94,8 +71,8 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
             "--model": str(model),
             "--runtime-dir": str(runtime),
             "--host": LOOPBACK,
-            "--port": str(port if port_free(LOOPBACK, port) else 0),
-            "--metrics-port": str(metrics_port if port_free(LOOPBACK, metrics_port) else 0),
+            "--port": str(port if take_port(LOOPBACK, port) else 0),
+            "--metrics-port": str(metrics_port if take_port(LOOPBACK, metrics_port) else 0),
             "--threads": str(threads),
         }
         if kind.roles == {Role.ENCODER}:
@@ -108,7 +85,7 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, port_f
     return specs
 
 
-def _never_free(_host: str, _port: int) -> bool:
+def _take_none(_host: str, _port: int) -> bool:
     return False
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from triptych.cli import layout, leftovers, sample
 from triptych.cli.bundled import bundled_model
 from triptych.cli.display import Display, make_display
+from triptych.cli.ports import HeldPorts
 from triptych.cli.process import Child
 from triptych.cli.settings import UpSettings, check_model
 from triptych.cli.signals import StopSignals
@@ -38,13 +39,14 @@ def main(argv: Sequence[str]) -> int:
     lock, swept = leftovers.take_over(folder, registry, settings.log_dir)
     if swept:
         display.say(f"removed what an earlier cluster left: {', '.join(swept)}")
-    supervisor = None
+    supervisor, ports = None, HeldPorts()
     try:
-        supervisor = _assemble(settings, model, folder, registry, display, signals)
+        supervisor = _assemble(settings, model, folder, registry, display, signals, ports)
         _run(supervisor, settings, folder, display)
     finally:
         if supervisor is not None:
             supervisor.stop()
+        ports.close()
         if settings.ready_file:
             settings.ready_file.unlink(missing_ok=True)
         leftovers.clear(folder, registry, lock, settings.log_dir)
@@ -61,13 +63,14 @@ def _assemble(
     registry: StaticRegistry,
     display: Display,
     signals: StopSignals,
+    ports: HeldPorts,
 ) -> Supervisor:
-    port = layout.api_port(settings)
+    port = layout.api_port(settings, ports)
     for notice in layout.notices(settings, port):
         display.say(notice)
     logs = leftovers.log_folder(folder, settings.log_dir)
     cores = len(os.sched_getaffinity(0))
-    specs = layout.workers(settings, model, folder.path, cores, layout.is_free)
+    specs = layout.workers(settings, model, folder.path, cores, ports.take)
     router_spec = layout.router(settings, model, folder.path, port)
     if config := config_path((), os.environ):
         for warning in layout.overridden([*specs, router_spec], config_tables(config)):

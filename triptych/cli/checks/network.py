@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from triptych.cli.checks.finding import Finding, fail, ok, warn
-from triptych.cli.layout import free_port, is_free
+from triptych.cli.ports import free_port, is_free
 from triptych.cli.settings import DEFAULT_PORT
 
 RPC_TIMEOUT_S = 10.0

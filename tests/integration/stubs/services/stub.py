@@ -1,4 +1,4 @@
-"""A worker that announces itself, holds a shared segment, and ends as it is told.
+"""A worker that announces itself, listens, holds a shared segment, and ends as it is told.
 
 STUB_CRASH=NAME makes that worker die at start, STUB_STUBBORN=NAME makes it ignore SIGTERM.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -29,10 +30,19 @@ def run_worker(role: Role) -> None:
     stop = threading.Event()
     handler = signal.SIG_IGN if os.environ.get("STUB_STUBBORN") == worker_id else lambda *_: stop.set()
     signal.signal(signal.SIGTERM, handler)
+    ports = [socket.create_server((flag("--host"), int(flag(name)))) for name in ("--port", "--metrics-port")]
+    grpc, metrics = (f"127.0.0.1:{port.getsockname()[1]}" for port in ports)
     segment = SharedSegment.create(4096, "stub")
     registry = StaticRegistry(RuntimeFolder(Path(flag("--runtime-dir"))))
     worker = WorkerInfo(
-        worker_id, new_epoch(), frozenset({role}), WorkerState.STARTING, "127.0.0.1:1", model_name="m", pid=os.getpid()
+        worker_id,
+        new_epoch(),
+        frozenset({role}),
+        WorkerState.STARTING,
+        grpc,
+        model_name="m",
+        pid=os.getpid(),
+        metrics_address=metrics,
     )
     registry.announce(worker)
     registry.set_state(WorkerState.READY)
