@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.engine.transformers_generate import Job
 
@@ -20,7 +20,9 @@ class ContinuousEngine:
     """Owner of the manager and its thread."""
 
     def __init__(self, model: Any) -> None:
-        generation = GenerationConfig(do_sample=False, max_new_tokens=64, eos_token_id=-1, pad_token_id=0)
+        generation = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False, max_new_tokens=64, eos_token_id=-1, pad_token_id=0
+        )
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS, num_blocks=NUM_BLOCKS, max_batch_tokens=STEP_TOKENS, allow_block_sharing=True
         )

@@ -83,7 +83,9 @@ class GenerateEngine:
         if cache is not None:
             inputs["cache"] = cache
         longest = max(job.max_tokens for job in batch)
-        config = GenerationConfig(do_sample=False, max_new_tokens=longest, eos_token_id=None, pad_token_id=0)
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False, max_new_tokens=longest, eos_token_id=None, pad_token_id=0
+        )
         config.return_dict_in_generate = True
         if hasattr(self._model.model, "rope_deltas"):
             self._model.model.rope_deltas = None

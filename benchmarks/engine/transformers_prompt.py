@@ -38,8 +38,8 @@ class Prompter:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._sees = (folder / "preprocessor_config.json").exists()
         if self._sees:
-            self._images: Any = AutoImageProcessor.from_pretrained(folder)
-            self._pad = int(self.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+            self._images: Any = AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+            self._pad: Any = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """Raises ValueError for what it cannot do."""

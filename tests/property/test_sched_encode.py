@@ -3,29 +3,20 @@ break them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.property.promises import Broken, assert_caught, examples, promise
 from triptych.sched.aging import Aging
 from triptych.sched.encode import PassBudget, PictureView, plan_batch
 
 Policy = Callable[[Sequence[PictureView], PassBudget, Aging], list[int]]
 PASS_S = 0.25  # sums of it, and quotients by powers of two, are exact
 MAX_PASSES = 2000
-
-
-class Broken(AssertionError):
-    """The policy broke a promise."""
-
-
-def promise(holds: bool, what: str) -> None:
-    if not holds:
-        raise Broken(what)
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload(budget, aging, tuple(mixed + stream))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@examples(300)
 @given(workloads())
 def test_every_picture_has_its_pass_within_the_bound(workload: Workload) -> None:
     simulate(plan_batch, workload)
@@ -167,19 +158,4 @@ def largest_first(pictures: Sequence[PictureView], budget: PassBudget, aging: Ag
     ],
 )
 def test_a_broken_policy_is_caught(policy: Policy, promised: str, seed: int) -> None:
-    find(
-        workloads(),
-        lambda workload: promised in broken_promise(policy, workload),
-        settings=settings(
-            max_examples=3000, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
-        ),
-        random=random.Random(seed),
-    )
-
-
-def broken_promise(policy: Policy, workload: Workload) -> str:
-    try:
-        simulate(policy, workload)
-    except Broken as broken:
-        return str(broken)
-    return ""
+    assert_caught(workloads(), lambda workload: simulate(policy, workload), promised, seed)

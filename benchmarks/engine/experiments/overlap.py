@@ -53,4 +53,5 @@ def chain_s(rows: Sequence[Row], late: int) -> float:
         row for row in rows if row["stage"] == "prefill" and row["event"] == "chunk" and row["end_ns"] > landed_ns
     ]
     after_ns = sum(row["end_ns"] - max(row["start_ns"], landed_ns) for row in needing)
-    return (sum(row["end_ns"] - row["start_ns"] for row in before) + waited_ns + after_ns) / 1e9
+    total_ns: int = sum(row["end_ns"] - row["start_ns"] for row in before) + waited_ns + after_ns
+    return total_ns / 1e9
