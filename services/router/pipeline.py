@@ -1,5 +1,5 @@
-"""From a plan to the tokens of its answer: one deadline, one retry, replays of what lost its place under pressure,
-and nothing left running behind.
+"""From a plan to the tokens of its answer: one deadline, one retry of what has sent nothing yet, replays of what lost
+its place under pressure, and nothing left running behind.
 
 DESIGN, section 1, is what happens here; `attempt.py` is one pass through it.
 """
@@ -73,6 +73,7 @@ class Answer:
         self.progress = Progress()
         self.order = TokenOrder()
         self.ids: list[int] = []  # of the tokens that have been let through
+        self.is_wanted = True
         # Holds at most one entry a token, so it needs no bound of its own: a slow reader never holds a worker back.
         self._events: asyncio.Queue[Event | TriptychError] = asyncio.Queue(plan.sampling.max_tokens + 1)
 
@@ -142,7 +143,10 @@ class Pipeline:
         answer.turn = beside.first.turn if beside else next(self._turns)
         ref = AttemptRef(request_id, beside.choice if beside else 0)
         async with owned_task(self._drive(answer, Job(ref, plan, media, deadline_s))):
-            yield answer
+            try:
+                yield answer
+            finally:
+                answer.is_wanted = False
 
     async def _drive(self, answer: Answer, job: Job) -> None:
         """Ends the answer in exactly one way."""
@@ -165,6 +169,7 @@ class Pipeline:
         avoided: frozenset[str] = frozenset()
         num_failures, num_retractions = 0, 0
         for number in itertools.count():
+            _check_wanted(answer, job)
             ref = AttemptRef(job.ref.request_id, job.ref.choice, number)
             plan = _taken_up_again(job.plan, answer, num_retractions) if num_retractions else job.plan
             attempt = self._new_attempt(answer, Job(ref, plan, job.media, job.deadline_s), avoided)
@@ -177,7 +182,8 @@ class Pipeline:
                 _log.info("an answer is replayed", extra={"request_id": ref.request_id, "num_tokens": len(answer.ids)})
             except (AttemptError, Unavailable) as error:
                 num_failures += 1
-                if num_failures >= MAX_ATTEMPTS or answer.order.emitted or not attempt.failed_workers:
+                has_begun = answer.order.emitted > len(plan.answer_ids)
+                if num_failures >= MAX_ATTEMPTS or has_begun or not attempt.failed_workers:
                     raise
                 avoided |= attempt.failed_workers
                 self._registry.refresh()
@@ -204,6 +210,15 @@ class Pipeline:
         return Attempt(
             job, view, self._channels, self._queue, answer.turn, answer.timeline, answer.progress, answer.emit
         )
+
+
+def _check_wanted(answer: Answer, job: Job) -> None:
+    """Before each attempt: a task group whose tasks fail while it is cancelled tells of the failure alone, so the
+    cancellation may have been lost. Raises Aborted when the caller has left, TimeoutError after the deadline."""
+    if not answer.is_wanted:
+        raise Aborted("the answer was given up")
+    if asyncio.get_running_loop().time() >= job.deadline_s:
+        raise TimeoutError
 
 
 def _taken_up_again(plan: Plan, answer: Answer, num_retractions: int) -> Plan:

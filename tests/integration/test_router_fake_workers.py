@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from services.router.calls import GenerateCall
 from services.router.pipeline import Answer, Batch, Pipeline
 from services.router.queue import AdmissionQueue
 from tests.integration import fake_workers as fake
@@ -480,6 +481,35 @@ async def test_leaving_cancels_every_stage() -> None:
             await cluster.hub.until_called(3)
         await cluster.hub.until_all_ended()
         assert [call.outcome for call in cluster.hub.calls] == ["cancelled"] * 3
+
+
+@pytest.mark.parametrize("why", ["the caller leaves", "the time is over"])
+async def test_no_attempt_follows_one_that_fails_while_it_is_being_ended(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task group that has errors to tell forgets that it was cancelled."""
+    is_ending = asyncio.Event()
+    events = GenerateCall.events
+
+    async def end_slowly(call: GenerateCall) -> AsyncIterator[Any]:
+        try:
+            async for event in events(call):
+                yield event
+        finally:
+            is_ending.set()
+            await asyncio.sleep(0.3)
+
+    monkeypatch.setattr(GenerateCall, "events", end_slowly)
+    timeout_s = 0.25 if why == "the time is over" else 10.0
+    script = Script(prefill=once(lambda call: fake.failing(PeerLost("gone")), fake.prefill_well))
+    async with running(("p-0", P), ("p-1", P), ("d-0", D), script=script) as (cluster, pipeline):
+        async with pipeline.answer(plan_of(timeout_s=timeout_s), [], "req-1") as answer:
+            await is_ending.wait()
+            if why == "the time is over":
+                with pytest.raises(DeadlineExceeded):
+                    await collect(answer)
+        await cluster.hub.until_all_ended()
+        assert [call.ref.attempt for call in cluster.hub.calls_to(Role.DECODE)] == [0]
 
 
 async def test_the_deadline_ends_everything() -> None:

@@ -4,6 +4,7 @@ wait, within one deadline, and the client notices nothing."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -130,6 +131,48 @@ async def test_a_failure_and_retractions_have_budgets_of_their_own() -> None:
     async with running(*workers, script=script) as (_, pipeline):
         ids, _ = await whole(pipeline, [])
         assert ids == list(range(100, 100 + NUM_TOKENS))
+
+
+@pytest.mark.parametrize("stage", ["decode", "prefill"])
+async def test_a_replay_that_loses_a_worker_before_it_has_sent_anything_is_repeated(stage: str) -> None:
+    """The client has had tokens, but none of this attempt: another may send the rest."""
+    asked: Counter[str] = Counter()
+
+    def lost_at_its_replay(well: Any, name: str) -> Any:
+        def call(call: Call) -> AsyncIterator[Any]:
+            asked[name] += 1
+            is_lost = stage == name and call.ref.attempt == 1
+            return fake.failing(PeerLost("gone")) if is_lost else well(call)
+
+        return call
+
+    workers = ("p-0", P), ("p-1", P), ("d-0", D), ("d-1", D)
+    script = Script(lost_at_its_replay(retracting(1), "decode"), lost_at_its_replay(prefill, "prefill"))
+    async with running(*workers, script=script) as (cluster, pipeline):
+        ids, _ = await whole(pipeline, [])
+        assert ids == list(range(100, 100 + NUM_TOKENS)), "each index once"
+        assert asked[stage] >= 3
+        assert [list(call.request.plan.answer_ids) for call in cluster.hub.calls_to(Role.PREFILL)][-1] == [
+            100,
+            101,
+            102,
+        ]
+        await cluster.hub.until_all_ended()
+
+
+async def test_a_replay_that_loses_a_worker_after_it_has_sent_something_is_an_error() -> None:
+    async def lost_soon(call: Call) -> AsyncIterator[Any]:
+        yield fake.grant(call.worker)
+        await call.hub.kv[call.key].wait()
+        yield fake.tokens(len(call.request.plan.answer_ids) + 1)
+        raise PeerLost("gone")
+
+    workers = ("p-0", P), ("d-0", D), ("d-1", D)
+    async with running(*workers, script=Script(once(decode_some, lost_soon), prefill)) as (cluster, pipeline):
+        with pytest.raises(PeerLost):
+            await whole(pipeline, [])
+        assert len(cluster.hub.calls_to(Role.DECODE)) == 2
+        await cluster.hub.until_all_ended()
 
 
 async def test_a_replay_has_room_before_anybody_who_waits() -> None:
