@@ -172,6 +172,7 @@ def _storm(seed: int) -> None:
         max_tokens=dice.randint(4, 60),
         max_chunk=dice.randint(3, 40),
         max_sequences=dice.randint(1, 6),
+        max_waiting=24,  # nobody is refused, however slow the rest is
     )
     sequences: list[Sequence] = []
     aborted: set[AttemptRef] = set()

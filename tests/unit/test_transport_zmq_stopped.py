@@ -127,10 +127,11 @@ async def test_a_stopped_receiver_of_pages_never_holds_the_engines_thread(monkey
         failed: asyncio.Queue[TriptychError] = asyncio.Queue()
         writer = link.page_writer(grant, Pages(1), WriterEvents(failed.put_nowait, lambda: None))
         child.send_signal(signal.SIGSTOP)
-        step = num_pages // 16
+        step, was_congested = num_pages // 16, False
         for first in range(0, num_pages, step):
             await asyncio.wait_for(asyncio.to_thread(writer.copy, [0] * step, first), 5)
-        assert writer.is_congested
+            was_congested |= writer.is_congested  # on a busy machine the link may have failed before all is copied
+        assert was_congested
         with pytest.raises(PeerLost, match="stopped taking data"):
             await asyncio.wait_for(link.commit_kv(REF, grant, 9, STOPPED_BYTES, Token(0, 5), 0), 20)
         assert isinstance(await asyncio.wait_for(failed.get(), 5), PeerLost)
