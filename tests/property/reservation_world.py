@@ -429,7 +429,7 @@ class World:
         table, kept = self.landing, self.landing._cache
         living = sorted((key, one.slot.offset, one.state is SlotState.HANDED) for key, one in table._living.items())
         leased = sorted((key, one.slot.offset) for key, one in table._leased.items())
-        late = sorted((key, one.slot.offset) for key, one in table._quarantined.items())
+        late = sorted((one.key, one.slot.offset) for one in table._quarantined.values())
         named = sorted((identity, one.slot.offset) for identity, one in kept._by_identity.items())
         free = tuple(zip(self.book._starts, self.book._lengths, strict=True))
         return tuple(living), tuple(leased), tuple(late), tuple(named), tuple(kept._idle), free

@@ -109,8 +109,9 @@ class LandingMachine(RuleBasedStateMachine):
         if item is None or item.rows is not None or item.writer != writer:
             with pytest.raises((StaleAttempt, TransferRefused)):
                 self.table.check(*shown)
-            self.table.writer_done_with(writer, attempt.ref, index)
             late = self.quarantined.get((attempt.ref, index))
+            named = late or item
+            self.table.writer_done_with(writer, 0 if named is None else named.slot.slot_id)
             if late is not None and late.writer == writer:
                 del self.quarantined[attempt.ref, index]
             return
@@ -315,7 +316,7 @@ class ServesOneOnly(LandingTable):
 
 
 class NeverEndsQuarantine(LandingTable):
-    def writer_done_with(self, writer: WorkerRef, ref: AttemptRef, item_index: int) -> None:
+    def writer_done_with(self, writer: WorkerRef, slot_id: int) -> None:
         return
 
 

@@ -198,7 +198,7 @@ class Yard:
         sequence = self.engine.find(errand.ref)
         if sequence is None or errand.item_index not in missing_items(sequence):
             np.frombuffer(view, np.float32)[:] = SCRIBBLE
-            landing.writer_done_with(errand.writer, errand.ref, errand.item_index)
+            landing.writer_done_with(errand.writer, slot.slot_id)
             return
         rows = self._embedding(errand)
         view[:] = rows.view(torch.uint8).numpy().data.cast("B")

@@ -210,7 +210,7 @@ def test_a_writer_that_is_done_before_the_last_step_of_an_ended_sequence_frees_i
     house.engine.abort(sequence.ref, Aborted("enough"))
     with pytest.raises(StaleAttempt):
         house.landing.check(sequence.ref, 0, ENCODER, slot.slot_id, slot.generation, slot.capability)
-    house.landing.writer_done_with(ENCODER, sequence.ref, 0)
+    house.landing.writer_done_with(ENCODER, slot.slot_id)
     house.turn(3)
     assert house.is_clean
 

@@ -63,10 +63,10 @@ def test_an_ended_attempt_waits_for_its_writers_at_once_and_keeps_what_has_lande
     arena = Arena()
     arena.check(arena.handed(REF, 0))
     arena.table.landed(REF, 0, ROWS)
-    arena.handed(REF, 1)
+    slot = arena.handed(REF, 1)
     arena.table.stop_waiting(REF)
     assert (arena.book.owned_bytes, arena.book.quarantined_bytes) == (64, 64)
-    arena.table.writer_done_with(WRITER, REF, 1)
+    arena.table.writer_done_with(WRITER, slot.slot_id)
     arena.table.abandon(REF)
     assert arena.is_empty
 
@@ -174,22 +174,36 @@ def test_quarantine_ends_when_the_writer_has_finished_or_is_lost(ref: AttemptRef
 def test_a_commit_after_the_end_frees_exactly_its_own_slot() -> None:
     arena = Arena()
     arena.reserve(REF, {0: 64, 1: 64})
-    for index in (0, 1):
-        arena.handed(REF, index)
+    slots = [arena.handed(REF, index) for index in (0, 1)]
     arena.table.abandon(REF)
-    arena.table.writer_done_with(OTHER, REF, 0)
-    arena.table.writer_done_with(WRITER, OTHER_REF, 0)
+    arena.table.writer_done_with(OTHER, slots[0].slot_id)
+    arena.table.writer_done_with(WRITER, slots[1].slot_id + 1)
     assert arena.book.quarantined_bytes == 128
-    arena.table.writer_done_with(WRITER, REF, 0)
-    arena.table.writer_done_with(WRITER, REF, 0)
+    arena.table.writer_done_with(WRITER, slots[0].slot_id)
+    arena.table.writer_done_with(WRITER, slots[0].slot_id)
     assert arena.book.quarantined_bytes == 64
     assert len(arena.table) == 1
+
+
+def test_an_attempt_that_is_used_again_leaves_no_slot_behind() -> None:
+    """Each slot that an encoder may still write to is waited for, also beside another of its attempt and item."""
+    arena = Arena()
+    slots = []
+    for _ in range(2):
+        slots.append(arena.handed(REF, 0))
+        arena.table.abandon(REF)
+        arena.table.check_integrity()
+    assert arena.book.quarantined_bytes == 128
+    arena.table.writer_done_with(WRITER, slots[0].slot_id)
+    assert arena.book.quarantined_bytes == 64, "the late commit of one says nothing of the other"
+    assert arena.table.writer_finished(WRITER, REF) == []
+    assert arena.is_empty
 
 
 def test_a_refused_commit_of_a_living_slot_frees_nothing() -> None:
     arena = Arena()
     slot = arena.handed()
-    arena.table.writer_done_with(WRITER, REF, 0)
+    arena.table.writer_done_with(WRITER, slot.slot_id)
     assert arena.check(slot) == slot
 
 
@@ -245,7 +259,7 @@ def test_bytes_are_in_one_hand_whatever_happens(seed: int) -> None:
                     arena.table.abandon(ref)
                     alive.pop(ref, None)
                 case 6:
-                    arena.table.writer_done_with(rng.choice(writers), ref, index)
+                    arena.table.writer_done_with(rng.choice(writers), rng.choice([*arena.table._quarantined, 0]))
         except (StaleAttempt, TransferRefused):
             pass
         total = arena.book.free_bytes + arena.book.owned_bytes + arena.book.quarantined_bytes

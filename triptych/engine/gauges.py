@@ -1,4 +1,4 @@
-"""Publishes what an engine holds, once a turn."""
+"""Publishes what an engine holds, once a turn, and nothing more once it has ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from triptych.core.lifecycle import Phase
 from triptych.engine.landing import LandingTable
+from triptych.engine.retraction import Retraction
 from triptych.engine.sequence import Sequence
 from triptych.kv.manager import CacheManager
 from triptych.obs import metrics
@@ -17,11 +18,14 @@ def publish(
     landing: LandingTable,
     running: SequenceOf[Sequence],
     num_waiting: int,
+    retraction: Retraction,
 ) -> None:
     for state, count in manager.counts().items():
         metrics.KV_PAGES.labels(state).set(count)
     decoding = sum(sequence.phase is Phase.DECODING for sequence in running)
     metrics.DECODE_RUNNING.set(decoding)
+    metrics.DECODE_RETRACTED.set(retraction.num_waiting)
+    metrics.HOST_POOL_BYTES.set(retraction.host_pool_bytes)
     if stage != "decode":
         metrics.PREFILL_QUEUE_DEPTH.set(num_waiting)
         metrics.PREFILL_RUNNING.set(len(running) - decoding)
@@ -29,3 +33,16 @@ def publish(
         metrics.RADIX_EVICTED_PAGES.inc(manager.take_num_evicted())
         for state, num_bytes in landing.counts_bytes().items():
             metrics.LANDING_BYTES.labels(state).set(num_bytes)
+
+
+def withdraw(stage: str, manager: CacheManager, landing: LandingTable) -> None:
+    """The engine has ended: all that `publish` sets is at rest, as in a process that never had one."""
+    for state in manager.counts():
+        metrics.KV_PAGES.labels(state).set(0)
+    for gauge in (metrics.DECODE_RUNNING, metrics.DECODE_RETRACTED, metrics.HOST_POOL_BYTES):
+        gauge.set(0)
+    if stage != "decode":
+        for gauge in (metrics.PREFILL_QUEUE_DEPTH, metrics.PREFILL_RUNNING, metrics.RADIX_PAGES):
+            gauge.set(0)
+        for state in landing.counts_bytes():
+            metrics.LANDING_BYTES.labels(state).set(0)

@@ -48,11 +48,11 @@ class Inbox:
         return future
 
     def run_waiting(self, timeout_s: float) -> None:
-        """Runs all that is there; waits up to `timeout_s` for the first."""
+        """Runs all that is there; waits up to `timeout_s` for the first. One that fails takes no other along."""
         try:
             action = self._actions.get(timeout=timeout_s) if timeout_s > 0 else self._actions.get_nowait()
             while True:
-                action()
+                _run(action)
                 action = self._actions.get_nowait()
         except queue.Empty:
             return
@@ -62,7 +62,11 @@ class Inbox:
         with self._gate:
             self._is_closed = True
         while not self._actions.empty():
-            try:
-                self._actions.get_nowait()()
-            except Exception:
-                log.exception("an action failed while the engine was stopping")
+            _run(self._actions.get_nowait())
+
+
+def _run(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:
+        log.exception("an action on the engine's thread failed")

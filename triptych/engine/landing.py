@@ -63,7 +63,7 @@ class LandingTable:
         self._cache = LandedCache(cache_bytes)
         self._living: dict[SlotKey, LandingSlot] = {}
         self._leased: dict[SlotKey, Landed] = {}
-        self._quarantined: dict[SlotKey, LandingSlot] = {}
+        self._quarantined: dict[int, LandingSlot] = {}  # by slot: an attempt may leave several behind for one item
         self._wakers: defaultdict[Content, list[Callable[[], None]]] = defaultdict(list)
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class LandingTable:
             landing = self._living.pop(key)
             if landing.state is SlotState.HANDED:
                 self._book.quarantine(landing.slot)
-                self._quarantined[key] = landing
+                self._quarantined[landing.slot.slot_id] = landing
             else:
                 self._book.release(landing.slot)
             self._wake(landing.content)
@@ -194,10 +194,9 @@ class LandingTable:
     def writer_finished(self, writer: WorkerRef, ref: AttemptRef | None) -> list[SlotKey]:
         """The encoder will write no more for this attempt (None: for any, its process is gone). Frees what was
         quarantined for it and returns the items it owed to living attempts; their slots may be handed out again."""
-        for key, landing in list(self._quarantined.items()):
-            if landing.writer == writer and ref in (None, key[0]):
-                self._book.confirm_revoked(landing.slot)
-                del self._quarantined[key]
+        for landing in list(self._quarantined.values()):
+            if landing.writer == writer and ref in (None, landing.key[0]):
+                self._end_quarantine(landing)
         owed = [
             landing
             for landing in self._living.values()
@@ -208,12 +207,11 @@ class LandingTable:
             self._wake(landing.content)
         return [landing.key for landing in owed]
 
-    def writer_done_with(self, writer: WorkerRef, ref: AttemptRef, item_index: int) -> None:
+    def writer_done_with(self, writer: WorkerRef, slot_id: int) -> None:
         """The encoder has written this one slot, too late: an abandoned slot need not wait any longer."""
-        landing = self._quarantined.get((ref, item_index))
+        landing = self._quarantined.get(slot_id)
         if landing is not None and landing.writer == writer:
-            self._book.confirm_revoked(landing.slot)
-            del self._quarantined[ref, item_index]
+            self._end_quarantine(landing)
 
     def clear_cache(self) -> None:
         """Frees what nobody needs right now."""
@@ -251,6 +249,10 @@ class LandingTable:
     def _free(self, entries: Iterable[Landed]) -> None:
         for entry in entries:
             self._book.release(entry.slot)
+
+    def _end_quarantine(self, landing: LandingSlot) -> None:
+        del self._quarantined[landing.slot.slot_id]
+        self._book.confirm_revoked(landing.slot)
 
     def _wake(self, content: Content) -> None:
         for wake in self._wakers.pop(content, ()):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -23,10 +23,11 @@ from triptych.core.errors import Aborted, NoRoom, StaleAttempt, TriptychError
 from triptych.core.ids import AttemptRef
 from triptych.core.lifecycle import TERMINAL, Phase, advance
 from triptych.core.plan import EmbeddingSource, FinishReason, Token
-from triptych.engine.gauges import publish
+from triptych.engine.gauges import publish, withdraw
 from triptych.engine.handoff import push_pages
 from triptych.engine.inbox import Inbox
 from triptych.engine.landing import LandingTable
+from triptych.engine.listeners import was_told
 from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
 from triptych.engine.retraction import Retraction, Seats
@@ -41,6 +42,7 @@ from triptych.sched.language import SequenceView, StepBudget, plan_step
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE_WAIT_S = 0.2
@@ -145,16 +147,22 @@ class LanguageEngine:
             self._residency.check_fits(sequence)
             if len(self._waiting) >= self.limits.max_waiting and not sequence.plan.num_retractions:
                 raise NoRoom("the prefill worker's queue is full right now")
-        except TriptychError as error:
+        except Exception as error:
             sequence.phase = advance(sequence.phase, Phase.ABORTED)
-            sequence.sink.failed(error)
+            was_told(sequence.sink.failed, _as_told(error))
             return
         self._arrived(sequence)
         plan, num_known = sequence.plan, sequence.num_known
         self._waiting.push(sequence, Ticket(num_known, sequence.queued_ns, plan.priority, plan.num_retractions))
 
     def adopt(self, sequence: Sequence, token: Token) -> None:
-        """A sequence whose prompt KV was written by another worker: goes on after its first token."""
+        """A sequence whose prompt KV was written by another worker: goes on after its first token.
+
+        Raises StaleAttempt (it is here already) or RequestTooLarge (no empty pool could hold its answer: it would wait
+        for a page for ever, and keep others out), and then changes nothing."""
+        if sequence.ref in self._living:
+            raise StaleAttempt("this attempt is already under way")
+        self._residency.check_pages_fit(sequence)
         sequence.phase = advance(advance(Phase.GRANTED, Phase.BOUND), Phase.DECODING)
         sequence.is_adopted, sequence.ran_ns = True, self._clock.monotonic_ns()
         sequence.num_computed = sequence.num_launched = sequence.num_known
@@ -193,15 +201,17 @@ class LanguageEngine:
         sequence = self._living.get(ref)
         if sequence is not None and sequence.phase is Phase.HANDING_OFF:
             self._drop(sequence, Phase.DONE)
-            sequence.sink.decoding()
+            was_told(sequence.sink.decoding)
 
     def abort(self, ref: AttemptRef, error: TriptychError) -> None:
         """Ends an attempt in whatever phase; frees or quarantines all it holds. Unknown refs are ignored."""
         sequence = self._living.get(ref)
         if sequence is None:
             return
-        self._drop(sequence, Phase.ABORTED)
-        sequence.sink.failed(error)
+        try:
+            self._drop(sequence, Phase.ABORTED)
+        finally:
+            was_told(sequence.sink.failed, error)
 
     def retract(self, ref: AttemptRef) -> bool:
         """Takes the pages of a sequence that decodes before the next step is launched: its KV waits on the host (if
@@ -252,8 +262,7 @@ class LanguageEngine:
             except Exception:
                 self._num_failed_turns += 1
                 log.exception("an engine turn failed")
-                for sequence in list(self._living.values()):
-                    self.abort(sequence.ref, TriptychError(INTERNAL_ERROR))
+                self._abort_all(TriptychError(INTERNAL_ERROR))
         self._end()
 
     def _end(self) -> None:
@@ -265,6 +274,7 @@ class LanguageEngine:
             step.end()
         self._inbox.close()
         self._stop()
+        withdraw(self._stage, self.manager, self.landing)
 
     def _turn(self) -> None:
         is_short = self._retraction.make_room()
@@ -279,8 +289,7 @@ class LanguageEngine:
         self._under_way = launched
         if before is not None:
             self._land(before)
-        publish(self._stage, self.manager, self.landing, self._running, len(self._waiting))
-        metrics.DECODE_RETRACTED.set(self._retraction.num_waiting)
+        publish(self._stage, self.manager, self.landing, self._running, len(self._waiting), self._retraction)
         is_idle = before is None and launched is None and not has_retracted
         self._inbox.run_waiting(timeout_s=IDLE_WAIT_S if is_idle else 0)
 
@@ -292,7 +301,7 @@ class LanguageEngine:
             sequence.timeline.add("queue", sequence.queued_ns)
             self._running.append(sequence)
             assert sequence.pages is not None
-            sequence.sink.admitted(sequence.pages.cached_tokens)
+            self._tell(sequence, sequence.sink.admitted, sequence.pages.cached_tokens)
 
     def _settle(self) -> bool:
         """Waits for the step under way and applies it: nothing is named by any step then. False when there was none."""
@@ -377,7 +386,7 @@ class LanguageEngine:
             self._sampled(sequence, token, was_decoding)
 
     def _sampled(self, sequence: Sequence, token: Token, was_decoding: bool) -> None:
-        sequence.sink.tokens([token])
+        self._tell(sequence, sequence.sink.tokens, [token])
         if not was_decoding:
             sequence.timeline.add("first_token", self._clock.monotonic_ns())
         reason = sequence.finish_reason(token)
@@ -385,10 +394,10 @@ class LanguageEngine:
             self._finish(sequence, reason)
         elif sequence.needs_handoff:
             sequence.phase = advance(sequence.phase, Phase.HANDING_OFF)
-            sequence.sink.handed_off(sequence.num_pushed_bytes)
+            self._tell(sequence, sequence.sink.handed_off, sequence.num_pushed_bytes)
         elif not was_decoding:
             sequence.phase = advance(sequence.phase, Phase.DECODING)
-            sequence.sink.decoding()
+            self._tell(sequence, sequence.sink.decoding)
 
     def _push(self, sequence: Sequence) -> None:
         """Copies what is new to the decode worker's pool."""
@@ -399,7 +408,12 @@ class LanguageEngine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._residency.answered(sequence)
         self._drop(sequence, Phase.DONE)
-        sequence.sink.finished(reason)
+        was_told(sequence.sink.finished, reason)
+
+    def _tell(self, sequence: Sequence, say: Callable[P, None], *news: P.args, **named: P.kwargs) -> None:
+        """A listener that fails ends its own sequence, between two steps."""
+        if not was_told(say, *news, **named):
+            self.post(partial(self.abort, sequence.ref, TriptychError(INTERNAL_ERROR)))
 
     def _drop(self, sequence: Sequence, phase: Phase) -> None:
         sequence.phase = advance(sequence.phase, phase)
@@ -420,9 +434,24 @@ class LanguageEngine:
         self._living[sequence.ref] = sequence
 
     def _stop(self) -> None:
-        for sequence in list(self._living.values()):
-            self.abort(sequence.ref, Aborted("the worker is shutting down"))
         self._stopping = True
+        self._abort_all(Aborted("the worker is shutting down"))
+
+    def _abort_all(self, error: TriptychError) -> None:
+        """One that cannot be ended keeps none of the others."""
+        for ref in list(self._living):
+            try:
+                self.abort(ref, error)
+            except Exception:
+                log.exception("a sequence could not give back what it held")
+
+
+def _as_told(error: Exception) -> TriptychError:
+    """What a caller may know of it; the log has the rest."""
+    if isinstance(error, TriptychError):
+        return error
+    log.error("a sequence could not be taken in", exc_info=error)
+    return TriptychError(INTERNAL_ERROR)
 
 
 def _view(sequence: Sequence, now_ns: int) -> SequenceView:

@@ -8,6 +8,7 @@ Owned by the step loop and used on its thread only, never while a step is under 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,17 @@ from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence
 from triptych.kv.manager import CacheManager
 from triptych.obs import metrics
+
+log = logging.getLogger(__name__)
+
+
+class CopyLost(Exception):
+    """The KV of a sequence that waited could not be brought back: its pages hold nothing that can be used. It is parked
+    no more."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__()
+        self.sequence = sequence
 
 
 class PageStore(Protocol):
@@ -59,13 +71,19 @@ class Parking:
 
     def park(self, sequence: Sequence, now_ns: int) -> bool:
         """Copies the sequence's KV to the host and gives its pages back. False, and nothing has changed, when the host
-        pool has no room."""
+        pool has no room or the machine none for the copy."""
         assert sequence.pages is not None and sequence.num_launched == sequence.num_computed
         pages = sequence.pages.pages[: self._manager.pages_for(sequence.num_computed)]
         num_bytes = len(pages) * self._store.page_bytes
         if self.num_bytes + num_bytes > self.capacity_bytes:
             return False
-        self._parked.append(_Parked(sequence, self._store.save_pages(pages), num_bytes, now_ns))
+        try:
+            saved = self._store.save_pages(pages)
+        except Exception:
+            metrics.FALLBACKS.labels("host_copy").inc()
+            log.exception("pages could not be copied to the host: the answer is replayed")
+            return False
+        self._parked.append(_Parked(sequence, saved, num_bytes, now_ns))
         self._parked.sort(key=lambda parked: parked.sequence.standing.seniority)
         self._count(num_bytes)
         self._residency.vacate(sequence)
@@ -73,14 +91,19 @@ class Parking:
 
     def unpark(self, spare_pages: int) -> Sequence | None:
         """The most senior one, with its KV back in the pool, if there are pages for it and `spare_pages` for others.
-        Nobody passes it."""
+        Nobody passes it. Raises CopyLost when its KV could not be brought back."""
         if not self._parked:
             return None
         parked = self._parked[0]
         if not self._residency.return_to(parked.sequence, spare_pages):
             return None
         self._forget(parked)
-        self._load(parked)
+        try:
+            self._load(parked)
+        except Exception as error:
+            metrics.FALLBACKS.labels("host_copy").inc()
+            log.exception("pages could not be brought back from the host: the answer is replayed")
+            raise CopyLost(parked.sequence) from error
         parked.sequence.decode_timeline.add(
             "retracted", parked.since_ns, num_bytes=parked.num_bytes, num_tokens=parked.sequence.num_computed
         )
@@ -107,4 +130,3 @@ class Parking:
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        metrics.HOST_POOL_BYTES.set(self.num_bytes)

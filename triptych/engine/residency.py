@@ -26,6 +26,12 @@ class Residency:
     def check_fits(self, sequence: Sequence) -> None:
         """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room. Unavailable where
         only the answer that a replay brings along is too much: that is not the caller's fault."""
+        self.check_pages_fit(sequence)
+        if not self._landing.can_ever_hold([self._slot_bytes(item) for item in sequence.plan.items]):
+            raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
+
+    def check_pages_fit(self, sequence: Sequence) -> None:
+        """The same for its pages alone."""
         num_tokens, manager = self._most_tokens(sequence), self._manager
         is_too_large = manager.pages_for(num_tokens) > manager.num_usable
         if is_too_large and sequence.plan.answer_ids:
@@ -35,8 +41,6 @@ class Residency:
                 f"the request needs KV room for {num_tokens} tokens; a worker holds "
                 f"{manager.num_usable * manager.page_tokens}. Shorten the prompt or lower max_tokens"
             )
-        if not self._landing.can_ever_hold([self._slot_bytes(item) for item in sequence.plan.items]):
-            raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
 
     def reserve(self, sequence: Sequence, spare_pages: int = 0) -> bool:
         """All uncached pages (and `spare_pages` left for those that decode) and the embeddings of all items behind the

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from triptych.core.clock import Clock
 from triptych.core.ids import AttemptRef
 from triptych.core.lifecycle import Phase, advance
-from triptych.engine.parking import Parking
+from triptych.engine.listeners import was_told
+from triptych.engine.parking import CopyLost, Parking
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence
 from triptych.obs import metrics
@@ -86,7 +87,11 @@ class Retraction:
         """Those that gave up their pages come back, in order of seniority, when there is room."""
         now_ns = self._clock.monotonic_ns()
         while self.num_waiting and len(self._seats.running) < max_sequences:
-            sequence = self._parking.unpark(spare_pages=len(self._seats.decoding))
+            try:
+                sequence = self._parking.unpark(spare_pages=len(self._seats.decoding))
+            except CopyLost as lost:
+                self._replay(lost.sequence)
+                continue
             if sequence is None:
                 return
             sequence.phase, sequence.ran_ns = advance(sequence.phase, Phase.DECODING), now_ns
@@ -94,9 +99,9 @@ class Retraction:
 
     def do_asked(self) -> bool:
         """True when somebody was retracted because it was asked for."""
+        if self._asked:
+            self._seats.settle()  # which may meet a bug, or end those who asked: then the others are asked again
         asked, self._asked = self._asked, {}
-        if asked:
-            self._seats.settle()
         found = [(self._seats.living.get(ref), retract) for ref, retract in asked.items()]
         living = [(each, retract) for each, retract in found if each is not None and each.phase is Phase.DECODING]
         for sequence, retract in living:
@@ -132,7 +137,11 @@ class Retraction:
 
     def _give_back(self, sequence: Sequence) -> None:
         """The router replays it. What others may use of its KV stays in the cache: the replay too may find it there."""
-        metrics.RETRACTIONS.labels("replay").inc()
         self._residency.answered(sequence)
+        self._replay(sequence)
+
+    def _replay(self, sequence: Sequence) -> None:
+        """Ends it here. Nothing of what its pages hold now is kept for others."""
+        metrics.RETRACTIONS.labels("replay").inc()
         self._seats.drop(sequence, Phase.ABORTED)
-        sequence.sink.retracted()
+        was_told(sequence.sink.retracted)

@@ -12,6 +12,7 @@ back only after that step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from triptych.core.errors import TriptychError
 from triptych.engine.sequence import Sequence
 from triptych.engine.slices import build_slice
 from triptych.model.runner import Flight, RunOutput, RunSlice, check_coverage
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +50,13 @@ class Step:
         return any(piece.sequence is sequence for piece in self.pieces)
 
     def end(self) -> None:
-        """Gives back what waited for this step."""
-        for action in self.afterwards:
-            action()
-        self.afterwards.clear()
+        """Gives back what waited for this step; what fails keeps none of the others."""
+        actions, self.afterwards = self.afterwards, []
+        for action in actions:
+            try:
+                action()
+            except Exception:
+                log.exception("something that waited for a step could not be given back")
 
     def samples(self, output: RunOutput) -> Iterator[tuple[Piece, int, int | None]]:
         """(piece, sampled id, its row in the output's logits) in order; the row is None where nothing was sampled."""

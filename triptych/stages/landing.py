@@ -123,7 +123,7 @@ class EmbeddingLanding:
 
             await on_engine(engine.call(land))
         except TriptychError:
-            engine.post(partial(engine.landing.writer_done_with, peer, ref, item_index))
+            engine.post(partial(engine.landing.writer_done_with, peer, slot_id))
             raise
 
     async def abort(self, peer: WorkerRef, ref: AttemptRef, reason: str) -> None:
