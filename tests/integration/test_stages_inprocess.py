@@ -523,6 +523,22 @@ async def test_what_no_empty_pool_could_hold_is_refused_with_the_grant_wherever_
             await all_is_given_back(cluster)
 
 
+async def test_what_the_engine_does_not_take_over_leaves_no_pages_behind(
+    epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grant has ended by then: nobody else would give them back."""
+
+    def refuse(*_: object) -> None:
+        raise RequestTooLarge("it could outgrow the pool")
+
+    request = asked("a question", picture(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(LanguageEngine, "adopt", refuse)
+        with pytest.raises(RequestTooLarge, match="outgrow"):
+            await answer(epd, epd.plan(request), request.media)
+    await all_is_given_back(epd)
+
+
 async def test_an_encoder_that_meets_a_bug_is_an_error_and_never_an_answer(
     epd: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from triptych.core.clock import ManualClock, SystemClock
-from triptych.core.errors import TriptychError
+from triptych.core.errors import Aborted, TriptychError
 from triptych.core.plan import Grid
 from triptych.engine.encoder import EncodeEngine
 from triptych.media.frames import Target
@@ -52,6 +53,61 @@ def test_a_picture_that_breaks_the_tower_fails_alone() -> None:
             futures[1].result(5)
     finally:
         engine.stop()
+
+
+class ShortTower(FakeTower):
+    """Forgets the last picture of a pass of several."""
+
+    def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        return super().encode(pixels, grids)[: max(1, len(pixels) - 1)]
+
+
+class HeavyTower(FakeTower):
+    """What comes of a poisoned picture has no room on the host."""
+
+    def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
+        return [
+            torch.empty(1, 1, dtype=torch.float64).expand(1 << 40, 1 << 8) if float(one[0, 0]) == POISON else rows
+            for one, rows in zip(pixels, super().encode([one.abs() for one in pixels], grids), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("tower", "middle"), [(ShortTower(), 2.0), (HeavyTower(), POISON)])
+def test_what_follows_a_pass_may_fail_too_and_the_next_pass_runs(tower: FakeTower, middle: float) -> None:
+    """The thread that nobody could replace must not end with it: all who wait, now and later, would wait for ever."""
+    engine = EncodeEngine(tower, max_patches=1000, max_items=8, clock=SystemClock())
+    grid = Grid(1, 2, 4)
+    futures = [engine.submit(torch.full((8, 3), value), grid) for value in (1.0, middle, 3.0)]
+    engine.start()
+    try:
+        assert futures[0].result(5).rows.tolist() == [[1.0, 1.0]] * 2
+        assert futures[2].result(5).rows.tolist() == [[3.0, 3.0]] * 2
+        if middle == POISON:
+            with pytest.raises(TriptychError, match="internal"):
+                futures[1].result(5)
+        else:
+            assert futures[1].result(5).rows.tolist() == [[middle, middle]] * 2
+        assert engine.submit(torch.full((8, 3), 4.0), grid).result(5).rows.tolist() == [[4.0, 4.0]] * 2
+        assert engine.is_progressing()
+    finally:
+        engine.stop()
+
+
+def test_who_waits_is_refused_when_the_thread_ends_with_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EncodeEngine(FakeTower(), max_patches=1000, max_items=8, clock=SystemClock())
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def broken() -> list[object]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine, "_take_batch", broken)
+    before = engine.submit(torch.full((8, 3), 1.0), Grid(1, 2, 4))
+    engine.start()
+    with pytest.raises(Aborted):
+        before.result(5)
+    with pytest.raises(Aborted):
+        engine.submit(torch.full((8, 3), 1.0), Grid(1, 2, 4)).result(5)
+    assert not engine.is_progressing()
 
 
 class RecordingTower(FakeTower):

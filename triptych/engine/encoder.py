@@ -82,12 +82,14 @@ class EncodeEngine:
         return self._thread.is_alive() and self._clock.monotonic_ns() - self._beat_ns < STUCK_AFTER_S * 1e9
 
     def _loop(self) -> None:
-        while not self._stopping:
-            self._beat_ns = self._clock.monotonic_ns()
-            self._drain()
-            batch = self._take_batch()
-            self._run([waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()])
-        self._end()
+        try:
+            while not self._stopping:
+                self._beat_ns = self._clock.monotonic_ns()
+                self._drain()
+                batch = self._take_batch()
+                self._run([waiting for waiting in batch if waiting.future.set_running_or_notify_cancel()])
+        finally:
+            self._end()
 
     def _take_batch(self) -> list[_Waiting]:
         now_ns = self._clock.monotonic_ns()
@@ -126,7 +128,7 @@ class EncodeEngine:
         try:
             points.passing("encoder.before_encode")
             outputs = self.part.encode([waiting.pixels for waiting in batch], [waiting.grid for waiting in batch])
-            hosted = [rows.to("cpu").contiguous() for rows in outputs]
+            hosted = [_on_host(rows) for _, rows in zip(batch, outputs, strict=True)]
         except Exception as error:
             log.exception("a vision pass failed")
             self._run_apart(batch, error)
@@ -137,7 +139,7 @@ class EncodeEngine:
         metrics.ENCODER_PATCHES.inc(sum(waiting.patches for waiting in batch))
         metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in hosted))
         for waiting, rows in zip(batch, hosted, strict=True):
-            waiting.future.set_result(Encoded(rows.clone(), start_ns, end_ns))
+            waiting.future.set_result(Encoded(rows, start_ns, end_ns))
 
     def _run_apart(self, batch: list[_Waiting], error: Exception) -> None:
         """After a pass failed: each picture by itself, so that only the one at fault fails."""
@@ -147,6 +149,11 @@ class EncodeEngine:
         else:
             told = error if isinstance(error, TriptychError) else TriptychError("the encoder met an internal error")
             batch[0].future.set_exception(told)
+
+
+def _on_host(rows: torch.Tensor) -> torch.Tensor:
+    """A copy of its own: one picture kept in a cache must not keep the memory of its whole pass."""
+    return rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _refuse(waiting: _Waiting) -> None:

@@ -259,10 +259,10 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         try:
             if parts.land_pages is not None:
                 parts.land_pages(sequence.pages.pages)
+            parts.engine.adopt(sequence, first_token)
         except BaseException:
             parts.engine.manager.release(sequence.pages)
             raise
-        parts.engine.adopt(sequence, first_token)
 
     async def _close(self, ref: AttemptRef, answer: Answer) -> None:
         engine, grants = self._parts.engine, self._parts.grants
