@@ -25,7 +25,7 @@ from triptych.transport.shm import SHM_DIRECTORY
 
 CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|files records
 open files|locked memory|clock inproc shm zmq cuda_ipc port grpc model weights tokenizer
-KV pool|landing|model size|memory fit"""
+KV pool|landing|model size|memory fit|media memory"""
 FINDINGS = [ok("clock", "monotonic"), warn("port", "8000 is taken", "take another"), fail("shm", "no\nroom", "mend")]
 
 
@@ -59,6 +59,7 @@ def _names(part: str) -> list[str]:
     """Names of two words stand alone between bars."""
     words = part.split()
     two = {"shared memory", "runtime folder", "open files", "locked memory", "KV pool", "model size", "memory fit"}
+    two.add("media memory")
     return [part.strip()] if part.strip() in two else words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from services.decode.settings import DecodeSettings
@@ -32,10 +34,13 @@ from triptych.core.errors import StartupError
 from triptych.core.settings import load_settings
 from triptych.core.worker import Role
 from triptych.kv.allocator import PageAllocator
+from triptych.media.frames import Limits, Target
+from triptych.media.process import Confinement, MediaProcess, seconds_from_now
 from triptych.model.adapters.base import Adapter
 from triptych.model.registry import adapter_for
 from triptych.stages.language import pool_shape
-from triptych.stages.settings import LanguageSettings
+from triptych.stages.media import media_limits
+from triptych.stages.settings import LanguageSettings, VisionSettings
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -402,6 +407,79 @@ def test_pools_that_do_not_fit_are_given_a_size_that_does(tmp_path: Path) -> Non
     assert finding.status is Status.FAIL and "largest is decode-0" in finding.found
     assert "kv_pool_bytes" in str(finding.todo)
     assert fit.memory_fit(machine, with_suggestion(finding.todo), parts).status is Status.OK
+
+
+# --- media processes --------------------------------------------------------------------------------------------------
+
+SMALL = Parts(1_000_000, 1_000_000)
+
+
+def left_gib(tmp_path: Path, gib: float, *argv: str, **variables: str) -> tuple[fit.Finding, list[Wanted]]:
+    """What is said of a machine that has so much more than the workers take."""
+    wanted = workers(*argv, **variables)
+    machine = machine_at(tmp_path)
+    idle = fit.process_bytes(machine)
+    taken = sum(fit.need_of(worker, SMALL, idle).host for worker in wanted)
+    return fit.media_fit(machine_at(tmp_path, memory_gib=taken / GIB + gib), wanted, SMALL), wanted
+
+
+@pytest.mark.parametrize("asked", [0, 1, 7])
+def test_media_processes_are_those_that_a_worker_starts(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    started = media_limits(VisionSettings(media_processes=asked)).processes
+    told = workers("--encoders", "2", "--topology", "e-p-d+mono", MEDIA_PROCESSES=str(asked))
+    assert [worker.media_processes for worker in told] == [started, started, 0, 0, started]
+
+
+def test_a_media_process_that_waits_takes_no_more_than_is_counted() -> None:
+    process = MediaProcess(Confinement(1 << 28, 0))
+    try:
+        picture = io.BytesIO()
+        Image.new("RGB", (64, 48)).save(picture, "PNG")
+        process.decode(picture.getvalue(), Target(28, 28, 3), Limits(10_000, 5), seconds_from_now(20))
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    finally:
+        process.end()
+    resident = int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) << 10
+    assert fit.IDLE_MEDIA_BYTES / 4 < resident <= fit.IDLE_MEDIA_BYTES
+
+
+def test_waiting_media_processes_are_part_of_what_a_worker_takes() -> None:
+    few, many = (fit.need_of(workers(MEDIA_PROCESSES=count)[0], SMALL, 0).host for count in ("1", "11"))
+    assert many - few == 10 * fit.IDLE_MEDIA_BYTES
+
+
+@pytest.mark.parametrize(
+    ("gib", "argv", "remedy"),
+    [
+        (8.5, (), ""),
+        (7.0, (), "media_processes to 3"),
+        (1.5, (), "media_memory_bytes"),
+        (5.0, ("--encoders", "2"), "1"),
+    ],
+)
+def test_the_largest_pictures_at_once(gib: float, argv: tuple[str, ...], remedy: str, tmp_path: Path) -> None:
+    finding, _ = left_gib(tmp_path, gib, *argv)
+    assert finding.status is (Status.WARN if remedy else Status.OK), finding.found
+    if remedy:
+        assert remedy in str(finding.todo)
+        name, value = suggested(finding.todo).removeprefix("TRIPTYCH_").split("=")
+        assert left_gib(tmp_path, gib, *argv, **{name: value})[0].status is Status.OK
+
+
+def test_too_little_even_for_small_pictures_says_so(tmp_path: Path) -> None:
+    finding, _ = left_gib(tmp_path, 0.1)
+    assert finding.status is Status.WARN and "send small pictures" in str(finding.todo)
+
+
+def test_text_alone_needs_no_media_processes(tmp_path: Path) -> None:
+    wanted = [worker for worker in workers() if not worker.has_vision]
+    assert fit.media_fit(machine_at(tmp_path), wanted, SMALL).status is Status.OK
+
+
+def test_what_may_stay_in_the_landing_arena_is_told(adapter: Adapter) -> None:
+    assert "up to 64.0 MiB keep what has landed" in fit.landing(adapter, workers()).found
+    assert "up to 8.0 MiB" in fit.landing(adapter, workers("--landed-cache-bytes", str(8 * MIB))).found
 
 
 def test_a_limit_of_the_group_counts(tmp_path: Path) -> None:

@@ -136,7 +136,10 @@ def _examine_model(patient: Patient) -> Iterator[Finding]:
     yield guarded("landing", partial(fit.landing, adapter, workers))
     if parts is not None:
         yield guarded("model size", partial(fit.part_sizes, adapter, parts, workers))
-        yield guarded("memory fit", partial(fit.memory_fit, machine, workers, parts))
+        fitting = guarded("memory fit", partial(fit.memory_fit, machine, workers, parts))
+        yield fitting
+        if fitting.status is Status.OK:
+            yield guarded("media memory", partial(fit.media_fit, machine, workers, parts))
         if any(worker.device == "cuda" for worker in workers):
             yield guarded("GPU fit", partial(fit.gpu_fit, machine, workers, parts))
 

@@ -24,8 +24,18 @@ class DoctorSettings(UpSettings):
     landing_bytes: int | None = field(
         default=None, metadata={"help": "landing arena for embeddings, in bytes", "min": 4096, "max": _MAX_BYTES}
     )
+    landed_cache_bytes: int | None = field(
+        default=None,
+        metadata={"help": "how much of it may keep what has landed, in bytes", "min": 0, "max": _MAX_BYTES},
+    )
     page_tokens: int | None = field(default=None, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
     embedding_cache_bytes: int | None = field(default=None, metadata={"help": "embedding cache, in bytes", "min": 0})
+    media_processes: int | None = field(
+        default=None, metadata={"help": "processes of each encoder that decode pictures", "min": 0, "max": 256}
+    )
+    media_memory_bytes: int | None = field(
+        default=None, metadata={"help": "what each may take to decode a picture, in bytes", "min": 1 << 24}
+    )
     dtype: str | None = field(
         default=None,
         metadata={

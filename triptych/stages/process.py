@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from contextlib import suppress
@@ -20,6 +21,7 @@ def run_worker(plan: WorkerPlan, service: str) -> int:
     _stand_back(plan.common.nice)
     points.arm(parse_failpoints(plan.common.failpoints), plan.common.worker_id)
     asyncio.run(_serve(plan))
+    gc.freeze()  # all is closed; the interpreter would look through torch and transformers for cycles, for a second
     return 0
 
 

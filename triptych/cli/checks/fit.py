@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The router's bound on a picture, as a square.
 LARGEST_SIDE_PX = 10_000
+# Of a media process that waits for a picture; a test measures one.
+IDLE_MEDIA_BYTES = 40 << 20
 # Enough for a question and an answer beside the largest picture.
 TALK_TOKENS = 256
 SMALLEST_POOL_PAGES = 2
+# Enough for a picture of some megapixels.
+SMALLEST_MEDIA_BYTES = 128 << 20
 # A remedy leaves a pool at least an eighth of what it was.
 SMALLEST_SHARE_SHIFT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a worker takes on the host, shared memory included, and on its GPU. `weights` are part of one."""
+    """Bytes that a worker takes on the host, shared memory and waiting media processes included, and on its GPU.
+    `weights` are part of one."""
 
     name: str
     weights: int
@@ -45,6 +50,7 @@ def need_of(worker: Wanted, parts: Parts, process_bytes: int) -> Need:
     others = process_bytes + worker.sizes.landing_bytes * worker.has_landing
     others += worker.sizes.embedding_cache_bytes * worker.has_vision
     others += worker.sizes.host_pool_bytes * worker.has_host_pool
+    others += IDLE_MEDIA_BYTES * worker.media_processes
     if worker.device == "cpu":
         return Need(worker.name, weights, weights + pool + others, 0)
     mirror = pool * worker.shares_pool  # what other processes write to, on the host
@@ -102,7 +108,8 @@ def landing(adapter: Adapter, workers: Sequence[Wanted]) -> Finding:
     if needed > smallest.sizes.landing_bytes:
         todo = f"set landing_bytes to {needed} or more (TRIPTYCH_LANDING_BYTES={needed}), or send smaller pictures"
         return warn("landing", found, todo)
-    return ok("landing", found)
+    kept = min(smallest.sizes.landed_cache_bytes, smallest.sizes.landing_bytes)
+    return ok("landing", f"{found}; up to {size(kept)} keep what has landed")
 
 
 def largest_picture_tokens(adapter: Adapter) -> int:
@@ -125,6 +132,34 @@ def memory_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Fin
     idle = process_bytes(machine)
     room = _Room("memory", available, lambda worker: need_of(worker, parts, idle).host)
     return _fit("memory fit", workers, room)
+
+
+def media_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:
+    """Whether all media processes may decode the largest pictures at once, beside workers that fit."""
+    count = sum(worker.media_processes for worker in workers)
+    if count == 0:
+        return ok("media memory", "no worker decodes pictures")
+    idle = process_bytes(machine)
+    left = (available_bytes(machine) or 0) - sum(need_of(worker, parts, idle).host for worker in workers)
+    most = sum(worker.media_processes * worker.sizes.media_memory_bytes for worker in workers)
+    found = f"{count} media process{'' if count == 1 else 'es'} may take {size(most)} for the largest pictures"
+    if most <= left:
+        return ok("media memory", f"{found}, of {size(left)} that the workers leave")
+    return warn(
+        "media memory", f"{found}, but the workers leave {size(max(0, left))}", _media_remedy(left, count, workers)
+    )
+
+
+def _media_remedy(left: int, count: int, workers: Sequence[Wanted]) -> str:
+    """Fewer processes of the same size, else smaller ones, which refuse what needs more."""
+    encoders = sum(worker.has_vision for worker in workers)
+    each = left // max(worker.sizes.media_memory_bytes for worker in workers if worker.has_vision) // encoders
+    if each >= 1:
+        return f"set media_processes to {each} (TRIPTYCH_MEDIA_PROCESSES={each})"
+    if left // count >= SMALLEST_MEDIA_BYTES:
+        smaller = left // count >> 20 << 20
+        return f"set media_memory_bytes to {smaller} (TRIPTYCH_MEDIA_MEMORY_BYTES={smaller})"
+    return "set media_processes to 1 (TRIPTYCH_MEDIA_PROCESSES=1), and send small pictures or lower kv_pool_bytes"
 
 
 def gpu_fit(machine: Machine, workers: Sequence[Wanted], parts: Parts) -> Finding:

@@ -17,6 +17,7 @@ from triptych.core.environment import ENVIRONMENT_PREFIX
 from triptych.core.errors import StartupError
 from triptych.core.setting_values import Setting, parse_toml
 from triptych.core.worker import Role
+from triptych.media.count import num_processes
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 _ROLES = {"encoder": {Role.ENCODER}, "prefill": {Role.PREFILL}, "decode": {Role.DECODE}, "mono": set(Role)}
@@ -31,13 +32,17 @@ class Sizes:
     landing_bytes: int = 64 << 20
     page_tokens: int = 16
     embedding_cache_bytes: int = 256 << 20
+    landed_cache_bytes: int = 64 << 20
+    media_processes: int = 0
+    media_memory_bytes: int = 2 << 30
     dtype: str = "auto"
     device: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A worker to be. `device` and `dtype` are resolved: cpu or cuda, float32 and the like."""
+    """A worker to be. `device` and `dtype` are resolved: cpu or cuda, float32 and the like. `media_processes`: how many
+    it starts, none without a vision tower."""
 
     name: str
     roles: frozenset[Role]
@@ -45,6 +50,7 @@ class Wanted:
     sizes: Sizes
     device: str
     dtype: str
+    media_processes: int = 0
 
     @property
     def gpu_index(self) -> int:
@@ -91,7 +97,7 @@ def wanted_workers(
     """Those that `triptych up` would start. `given`: the names that flags and variables set. Raises StartupError."""
     document = _document(config)
     specs = layout.workers(settings, Path(), Path(), cores, lambda _host, _port: True)
-    return [_wanted(spec, settings, document, given, has_gpu) for spec in specs]
+    return [_wanted(spec, settings, document, given, cores, has_gpu) for spec in specs]
 
 
 def given_names(argv: Sequence[str], environ: Mapping[str, str]) -> frozenset[str]:
@@ -108,6 +114,7 @@ def _wanted(
     settings: DoctorSettings,
     document: Mapping[str, Any],
     given: frozenset[str],
+    cores: int,
     has_gpu: bool,
 ) -> Wanted:
     flags = dict(zip(spec.flags[::2], spec.flags[1::2], strict=True))
@@ -117,7 +124,9 @@ def _wanted(
         raise StartupError(f"the setting device must be cpu, cuda, cuda:N or auto, not {sizes.device!r}")
     device = "cuda" if sizes.device.startswith("cuda") or (sizes.device == "auto" and has_gpu) else "cpu"
     dtype = sizes.dtype if sizes.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
-    return Wanted(spec.name, frozenset(_ROLES[spec.role] | also), int(flags["--threads"]), sizes, device, dtype)
+    roles = frozenset(_ROLES[spec.role] | also)
+    media = num_processes(sizes.media_processes, cores) if Role.ENCODER in roles else 0
+    return Wanted(spec.name, roles, int(flags["--threads"]), sizes, device, dtype, media)
 
 
 def _sizes(service: str, settings: DoctorSettings, table: Mapping[str, Any], given: frozenset[str]) -> Sizes:
