@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from tests.bombs import png_bomb
 from tests.parity.prompts import draw_picture
 from triptych.core.clock import SystemClock
 from triptych.core.errors import Aborted, DeadlineExceeded, MediaInvalid, NoRoom, TriptychError, Unavailable
+from triptych.media import process
 from triptych.media.frames import (
     MAX_REFUSAL_BYTES,
     REPLY,
@@ -226,6 +229,60 @@ def test_a_process_that_answers_nonsense_is_ended(
     theirs.close()
 
 
+def test_processes_that_do_not_start_are_not_the_pictures_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "sys", SimpleNamespace(executable="/bin/false"))
+        lame = pool_of()
+        with pytest.raises(Unavailable, match="do not start; try again later"):
+            lame.submit(PICTURE, TARGET).result(WAIT_S)
+    try:
+        assert lame.submit(PICTURE, TARGET).result(WAIT_S).width_px == 90
+    finally:
+        lame.stop()
+
+
+def test_a_machine_without_room_for_a_process_is_an_error_that_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = results("lost")
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", refuse)
+        full = pool_of()
+        with pytest.raises(Unavailable, match="try again later"):
+            full.submit(PICTURE, TARGET).result(WAIT_S)
+    try:
+        assert full.is_progressing()
+        assert full.submit(PICTURE, TARGET).result(WAIT_S).width_px == 90
+        assert results("lost") == before + 1
+    finally:
+        full.stop()
+
+
+def test_what_is_left_of_one_pictures_reply_is_never_taken_for_anothers(
+    pool: MediaPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has no memory for the first one's pixels, which spell a whole reply of the size of the second's."""
+    small = Target(8, 8, BICUBIC)
+    forged = pack_picture((90, 70), small.num_bytes) + bytes([66]) * small.num_bytes
+    pixels = np.frombuffer(forged.ljust(TARGET.num_bytes, b"\0"), dtype=np.uint8).reshape(28, 56, 3)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    read = process.read_exactly
+
+    def without_memory(stream: socket.socket, num_bytes: int, give_up_at: float | None = None) -> bytearray:
+        if num_bytes == TARGET.num_bytes:
+            raise MemoryError
+        return read(stream, num_bytes, give_up_at)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "read_exactly", without_memory)
+        with pytest.raises(TriptychError):
+            pool.submit(buffer.getvalue(), TARGET).result(WAIT_S)
+    expected = Image.open(io.BytesIO(PICTURE)).convert("RGB").resize((8, 8), BICUBIC)
+    assert np.array_equal(pool.submit(PICTURE, small).result(WAIT_S).pixels, np.asarray(expected))
+
+
 def test_a_process_that_hangs_is_killed_in_time() -> None:
     hasty = pool_of(timeout_s=0.5)
     try:
@@ -286,6 +343,15 @@ def test_an_ending_pool_refuses_what_waits_and_leaves_nobody() -> None:
     assert not any(is_there(pid) for pid in pids)
     assert not ending.is_progressing()
     ending.stop()
+
+
+def test_a_pool_ends_though_a_lane_takes_the_last_picture_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = pool_of()
+    monkeypatch.setattr(ending._queue, "empty", lambda: False)  # it was not, a moment ago
+    pid = pid_of(ending)
+    ending.stop()
+    assert not is_there(pid)
+    assert not ending.is_progressing()
 
 
 WORKER = """

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 
 from triptych.core.errors import RequestError
-from triptych.media.frames import REQUEST, Limits, pack_picture, pack_refusal, unpack_request
+from triptych.media.frames import READY, REQUEST, Limits, pack_picture, pack_refusal, unpack_request
 from triptych.media.picture import decode_picture, fit
 from triptych.media.streams import read_exactly, write_all
 
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(stream: socket.socket) -> None:
     """Until the other side is gone."""
     try:
+        write_all(stream, READY)
         while True:
             _answer(stream)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -10,7 +10,8 @@
                20   8  length of the media
                28      the encoded media             24      pixels (height, width, 3) uint8, or code LF message
 
-One request, one reply, in turn. Numbers are little-endian.
+One request, one reply, in turn. Numbers are little-endian. Before the first, the process says that it has started:
+READY, the magic "TPMS" and the version.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from triptych.core.errors import MediaInvalid, MediaUnsupported, RequestError
 REQUEST: Final = struct.Struct("<4sBBHIIIQ")
 REPLY: Final = struct.Struct("<4sBBHIIQ")
 VERSION: Final = 1
+READY: Final = b"TPMS" + bytes([VERSION])
 MAX_REFUSAL_BYTES: Final = 1024
 MAX_SIDE_PX: Final = 1 << 20
 

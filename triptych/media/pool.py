@@ -81,8 +81,8 @@ class MediaPool:
     def submit(self, media: bytes, target: Target) -> Future[Decoded]:
         """Decodes and resizes; cancel the future to drop it while it waits. Raises NoRoom when too many wait.
 
-        The future's errors: MediaInvalid, DeadlineExceeded, Unavailable when processes are killed again and again,
-        Aborted when the pool has closed.
+        The future's errors: MediaInvalid, DeadlineExceeded, Unavailable when processes do not start or are killed
+        again and again, Aborted when the pool has closed.
         """
         job = _Job(media, target, Future())
         with self._gate:
@@ -111,10 +111,11 @@ class MediaPool:
 
     def _refuse_waiting(self) -> None:
         """Makes room for one end mark a lane, which is put under the same lock."""
-        while not self._queue.empty():
-            job = self._queue.get_nowait()
-            if job is not None and job.future.set_running_or_notify_cancel():
-                job.future.set_exception(Aborted("the encoder is shutting down"))
+        with suppress(queue.Empty):  # not asked before: the lanes take from it too
+            while True:
+                job = self._queue.get_nowait()
+                if job is not None and job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(Aborted("the encoder is shutting down"))
         for _ in self._lanes:
             self._queue.put(None)
 
@@ -166,7 +167,7 @@ class _Lane:
 
     def _start_early(self) -> None:
         """So that the first picture need not wait for it. If this fails, the first picture tells why."""
-        with suppress(OSError):
+        with suppress(Unavailable):
             self._ready()
 
     def _serve(self, job: _Job) -> None:
@@ -192,6 +193,8 @@ class _Lane:
             try:
                 give_up_at = seconds_from_now(self._limits.timeout_s)
                 return self._ready().decode(job.media, job.target, self._limits.picture, give_up_at)
+            except RequestError:
+                raise
             except TimeoutError:
                 self._lose("did not answer in time")
                 raise DeadlineExceeded("the picture was not decoded in time") from None
@@ -203,18 +206,30 @@ class _Lane:
                     raise MediaInvalid("the picture takes too long to decode; send a simpler one") from None
                 if attempt == MAX_ATTEMPTS:
                     raise _told(lost) from None
+            except TriptychError:
+                raise
+            except BaseException:
+                # What it still has to say of this picture must not be taken for the next one.
+                self._lose("was left in the middle of a picture")
+                raise
         raise AssertionError
 
     def _ready(self) -> MediaProcess:
+        """Raises Unavailable when the machine has no process to give."""
         if self._process is None:
-            self._process = MediaProcess(self._limits.confinement)
+            try:
+                self._process = MediaProcess(self._limits.confinement)
+            except OSError as error:
+                log.warning("a media process cannot be started", extra={"reason": error.strerror})
+                raise Unavailable("the encoder cannot start a media process; try again later") from error
             metrics.MEDIA_PROCESS_STARTS.inc()
             if self._is_stopping:
                 self._process.interrupt()
         return self._process
 
     def _lose(self, how: str) -> None:
-        assert self._process is not None
+        if self._process is None:
+            return
         if not self._is_stopping:
             log.warning("a media process was lost", extra={"pid": self._process.pid, "how": how})
         self._process.interrupt()
@@ -223,9 +238,11 @@ class _Lane:
 
 
 def _told(lost: ProcessLost) -> TriptychError:
-    if lost.was_killed:
-        return Unavailable("the encoder's media processes are being killed; try again later")
-    return MediaInvalid("the picture is damaged and cannot be decoded")
+    if not lost.has_started:
+        return Unavailable("the encoder's media processes do not start; try again later")
+    if lost.has_crashed:
+        return MediaInvalid("the picture is damaged and cannot be decoded")
+    return Unavailable("the encoder's media processes end before they answer; try again later")
 
 
 def _result(error: TriptychError) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 import triptych
 from triptych.media.frames import (
+    READY,
     REPLY,
     Head,
     Limits,
@@ -30,6 +31,9 @@ from triptych.media.streams import read_exactly, write_all
 END_GRACE_S = 1.0
 # A decoder needs no more of the worker's environment: no keys, no settings.
 _KEPT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ", "VIRTUAL_ENV")
+_CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+)
 _ROOT = Path(triptych.__path__[0]).parent
 
 
@@ -51,26 +55,30 @@ class Confinement:
 
 
 class ProcessLost(Exception):
-    """It died in the middle. `status` is that of `subprocess`: negative for a signal."""
+    """It died in the middle, or (`has_started` is False) before it could do anything. `status` is that of `subprocess`:
+    negative for a signal."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, *, has_started: bool = True) -> None:
         super().__init__(f"a media process ended with status {status}")
         self.status = status
+        self.has_started = has_started
 
     @property
     def is_out_of_time(self) -> bool:
         return self.status == -signal.SIGXCPU
 
     @property
-    def was_killed(self) -> bool:
-        """From outside: by somebody, or for want of memory on the machine."""
-        return self.status in (-signal.SIGKILL, -signal.SIGTERM)
+    def has_crashed(self) -> bool:
+        """By what a decoder did. Whatever else ends it (somebody who kills it, want of memory on the machine, a start
+        that fails) is no fault of the picture."""
+        return -self.status in _CRASHES
 
 
 class MediaProcess:
     """Owner of the process and of the socket to it, from its start until `end`.
 
-    Start it on a thread that lives as long: the kernel ends the process with the thread that started it.
+    Start it on a thread that lives as long: the kernel ends the process with the thread that started it. Raises OSError
+    when the machine has no process to give.
     """
 
     def __init__(self, confinement: Confinement) -> None:
@@ -78,22 +86,34 @@ class MediaProcess:
         command = [sys.executable, "-m", "triptych.media", "--parent", str(os.getpid())]
         command += ["--memory-bytes", str(confinement.memory_bytes), "--nice", str(confinement.nice)]
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=_environment()
-            )
+            try:
+                self._process = subprocess.Popen(  # noqa: S603
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=_environment()
+                )
+            except BaseException:
+                self._stream.close()
+                raise
         self.pid = self._process.pid
+        self._has_started = False
 
     def decode(self, media: bytes, target: Target, limits: Limits, give_up_at: float) -> Decoded:
-        """Raises what the process refused the picture with, ProcessLost, or TimeoutError after `give_up_at`; after the
-        last two it must be ended."""
+        """Raises what the process refused the picture with, ProcessLost, or TimeoutError after `give_up_at`; after all
+        but the first it must be ended, for the rest of a reply may still be under way."""
         try:
+            self._await_start(give_up_at)
             write_all(self._stream, pack_request(target, limits, len(media)), give_up_at)
             write_all(self._stream, media, give_up_at)
             head = unpack_reply(bytes(read_exactly(self._stream, REPLY.size, give_up_at)), target)
             data = read_exactly(self._stream, head.num_bytes, give_up_at)
         except (EOFError, ConnectionError, MalformedFrame):
-            raise ProcessLost(self.end()) from None
+            raise ProcessLost(self.end(), has_started=self._has_started) from None
         return _decoded(head, data, target)
+
+    def _await_start(self, give_up_at: float) -> None:
+        if not self._has_started:
+            if read_exactly(self._stream, len(READY), give_up_at) != READY:
+                raise MalformedFrame("not a media process of this version")
+            self._has_started = True
 
     def interrupt(self) -> None:
         """Ends it now, from any thread; whoever waits for it hears of its loss."""
