@@ -125,6 +125,8 @@ async def router_app(
 
 async def serve(settings: RouterSettings) -> None:
     """Runs until SIGINT or SIGTERM. Raises StartupError."""
+    # Pillow warns of each oddity in metadata, and anybody may send a million of them.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     # Beyond our own limit a picture is refused, so Pillow's softer warning must not pass silently.
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     if settings.ready_file is not None:

@@ -10,12 +10,17 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from PIL import ExifTags, Image
+from PIL import Image
 
 from triptych.core.errors import MediaInvalid, MediaUnsupported
 from triptych.media.formats import PILLOW_FORMATS
+from triptych.media.orientation import stored_orientation
 
 MAX_ASPECT_RATIO = 200
+# A phone's picture takes some hundred reads; at a microsecond or two each, these take well under a tenth of a second.
+MAX_HEADER_READS = 20_000
+# Of 20 MB in pieces of 320 bytes; what writes PNG makes pieces of 8 KiB and more.
+MAX_PNG_CHUNKS = 65_536
 
 _ACCEPTED = "PNG, JPEG, WebP, GIF (first frame) or BMP"
 _TURNED = frozenset({5, 6, 7, 8})
@@ -81,16 +86,36 @@ def read_image_header(data: bytes, max_pixels: int, param: str) -> ImageHeader:
 def _inspect(data: bytes, max_pixels: int, param: str) -> tuple[int, int, bool]:
     """(width, height, whether the orientation exchanges them), both as stored."""
     try:
-        with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
+        with Image.open(_Bounded(data), formats=PILLOW_FORMATS) as image:
             width, height = image.size
-        with Image.open(io.BytesIO(_metadata_only(data)), formats=PILLOW_FORMATS) as image:
-            # The base method: the PNG one decodes the picture to look for metadata behind it.
-            orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+        with Image.open(_Bounded(_metadata_only(data)), formats=PILLOW_FORMATS) as image:
+            turned = stored_orientation(image.info) in _TURNED
+    except _TooManyParts:
+        raise MediaInvalid("the picture's header has too many parts", param=param) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_many_pixels(max_pixels, param) from None
     except Exception:  # Pillow's plugins raise nearly anything on broken input, with memory addresses in the text
         raise MediaInvalid("the picture's header cannot be read", param=param) from None
-    return width, height, orientation in _TURNED
+    return width, height, turned
+
+
+class _TooManyParts(Exception):
+    """Reading the header would take longer than any honest picture's takes."""
+
+
+class _Bounded(io.BytesIO):
+    """A file whose reads are counted: each part of a header costs Pillow some, and a picture of 20 MB can have millions
+    of parts."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._left = MAX_HEADER_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooManyParts
+        return super().read(size)
 
 
 def _too_many_pixels(max_pixels: int, param: str) -> MediaInvalid:
@@ -106,15 +131,18 @@ def _metadata_only(data: bytes) -> bytes:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(type, whole chunk), up to the first that is cut off."""
+    """(type, whole chunk), up to the first that is cut off. Raises _TooManyParts."""
     start = len(_PNG_SIGNATURE)
-    while start + 12 <= len(data):
+    for _ in range(MAX_PNG_CHUNKS):
+        if start + 12 > len(data):
+            return
         length, kind = struct.unpack_from(">I4s", data, start)
         end = start + 12 + length
         if end > len(data):
             return
         yield kind, data[start:end] if kind in _PNG_METADATA else b""
         start = end
+    raise _TooManyParts
 
 
 def _is_accepted(data: bytes) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import struct
+import time
 import zlib
 from collections.abc import Callable
 
@@ -188,3 +189,43 @@ def test_damage_gives_a_clean_error_or_a_size(kind: str, damage: Callable[[bytes
     for data in damage(oriented(kind, 6) if kind not in ("GIF", "BMP") else encode(Image.new("RGB", (40, 20)), kind)):
         assert "0x" not in complaint(data)
         assert "BytesIO" not in complaint(data)
+
+
+def png_chunk(kind: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def endless_headers() -> dict[str, bytes]:
+    """A few megabytes each, of pictures of 8x8; Pillow takes seconds for each."""
+    image, many = Image.new("RGB", (8, 8)), 200_000
+    png, jpeg, gif = encode(image, "PNG"), encode(image, "JPEG"), encode(image.convert("P"), "GIF")
+    blocks_at = gif.index(b",", 13)
+    return {
+        "PNG, unknown chunks": png[:33] + png_chunk(b"aaAa") * many + png[33:],
+        "PNG, texts": png[:33] + png_chunk(b"tEXt", b"a\0b") * many + png[33:],
+        "PNG, texts behind the pixels": png[:-12] + png_chunk(b"tEXt", b"a\0b") * 60_000 + png[-12:],
+        "PNG, chunks behind the pixels": png[:-12] + png_chunk(b"aaAa") * many + png[-12:],
+        "JPEG, comments": jpeg[:2] + b"\xff\xfe\x00\x02" * many + jpeg[2:],
+        "JPEG, EXIF": jpeg[:2] + b"\xff\xe1\x00\x08Exif\0\0" * many + jpeg[2:],
+        "JPEG, padding": jpeg[:2] + b"\xff" * many * 5 + jpeg[2:],
+        "GIF, extensions": gif[:blocks_at] + b"\x21\xfe\x00" * many + gif[blocks_at:],
+    }
+
+
+@pytest.mark.parametrize(("name", "data"), endless_headers().items(), ids=endless_headers().keys())
+def test_a_header_without_end_is_refused_soon(name: str, data: bytes) -> None:
+    begun_s = time.thread_time()
+    with pytest.raises(MediaInvalid, match="too many parts") as refused:
+        header(data)
+    assert time.thread_time() - begun_s < 0.5
+    assert refused.value.param == "messages.0"
+
+
+def test_a_header_may_have_many_parts() -> None:
+    image = Image.new("RGB", (31, 17))
+    png, jpeg = encode(image, "PNG"), encode(image, "JPEG")
+    assert header(png[:33] + png_chunk(b"tEXt", b"a\0b") * 1000 + png[33:]) == ImageHeader(31, 17)
+    assert header(png[:-12] + png_chunk(b"IDAT") * 60_000 + png[-12:]) == ImageHeader(31, 17)
+    segments = b"\xff\xe2\xff\xff" + b"ICC_PROFILE\0".ljust(65_533, b"x")
+    assert header(jpeg[:2] + segments * 255 + jpeg[2:]) == ImageHeader(31, 17)
+    assert header(jpeg[:2] + b"\xff" * 4096 + jpeg[2:]) == ImageHeader(31, 17)

@@ -10,11 +10,12 @@ import warnings
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image
 
 from triptych.core.errors import MediaInvalid
 from triptych.media.formats import PILLOW_FORMATS
 from triptych.media.frames import Target
+from triptych.media.orientation import upright
 
 WHITE = (255, 255, 255, 255)
 
@@ -32,7 +33,7 @@ def decode_picture(media: bytes | bytearray, max_pixels: int) -> Image.Image:
             if image.width * image.height > max_pixels:
                 raise MediaInvalid(f"the picture has more than {max_pixels} pixels; send a smaller one")
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return _to_rgb(upright(image))
     except MediaInvalid:
         raise
     except MemoryError as error:
