@@ -5,11 +5,13 @@
 #   TORCH_INDEX  index that torch comes from. Empty: pip's own. PyPI's wheels for Linux bring gigabytes of CUDA, so
 #                without an NVIDIA GPU set this to the index of CPU wheels that PyTorch's "Get started" page names
 #   ARGS         passed on: make test ARGS="-k radix", make demo ARGS="--seed 7"
+#   JOBS         processes that share the tests of `make test`; 0: all in one, as `pytest` alone does
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,7 +41,7 @@ demo: $(STAMP)  ## start a cluster, ask it about pictures drawn now, check the a
 	@$(BIN)/python -m scripts.demo $(ARGS)
 
 test: $(STAMP)  ## all tests that are meant for every change
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format, and the import rules of docs/architecture.md
 	@$(BIN)/ruff check .

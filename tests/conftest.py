@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 
 from tests.seed import SEED
+from tests.sharing_out import group_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +25,18 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("triptych")
     if config.pluginmanager.hasplugin("hypothesispytest"):
         config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(SEED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For several processes; the plug-in need not be there for one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return Scheduler(config, log)
 
 
 def pytest_report_header() -> str:

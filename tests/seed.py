@@ -12,6 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SEED = int(os.environ.get("TRIPTYCH_TEST_SEED") or secrets.randbits(31))
+os.environ["TRIPTYCH_TEST_SEED"] = str(SEED)  # the workers of pytest-xdist, started after this, take the same
 IS_FULL = os.environ.get("TRIPTYCH_VERIFY") == "full"
 
 
