@@ -6,6 +6,7 @@ away cancels all that runs for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,11 +17,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.router.choices import Choices, Piece, Question, running_choices
 from services.router.pipeline import Pipeline
-from services.router.responses import Envelope, Json, choice_json, error_json, logprobs_json, timeline_json
+from services.router.responses import (
+    INTERNAL_MESSAGE,
+    Envelope,
+    Json,
+    choice_json,
+    error_json,
+    logprobs_json,
+    timeline_json,
+)
 from services.router.tasks import first_of
 from triptych.core.errors import TriptychError
 from triptych.core.plan import Token
 from triptych.obs import metrics
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +112,11 @@ class StreamedChatAnswer(ChatAnswer):
             await self._send_piece(first, begun, send)
             async for piece in others:
                 await self._send_piece(piece, begun, send)
-        except TriptychError as error:
+        except Exception as error:
             # The status is out: the error has to be an event, and there is no [DONE].
-            metrics.REQUEST_ERRORS.labels(error.code).inc()
-            await self._send_event(send, error_json(error))
+            told = _told(error)
+            metrics.REQUEST_ERRORS.labels(told.code).inc()
+            await self._send_event(send, error_json(told))
         else:
             await self._send_closing(choices, send)
 
@@ -135,6 +147,14 @@ class StreamedChatAnswer(ChatAnswer):
     async def _send_event(self, send: Send, event: Json) -> None:
         body = b"data: " + orjson.dumps(event) + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _told(error: Exception) -> TriptychError:
+    """What the caller hears of it; a bug is for the log."""
+    if isinstance(error, TriptychError):
+        return error
+    _log.error("an answer broke off with a bug", exc_info=error)
+    return TriptychError(INTERNAL_MESSAGE)
 
 
 def _start(content_type: str, headers: list[tuple[bytes, bytes]]) -> Message:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from services.router.answer_text import AnswerText, TextPiece
 from services.router.pipeline import Answer
 from tests.unit import router_house
 from tests.unit.router_house import TEXT, Api, error_of, events, picture
@@ -216,3 +218,21 @@ async def test_metrics_count_by_endpoint_and_status(api: Api) -> None:
 async def test_the_schema_is_published(api: Api) -> None:
     schema = (await api.client.get("/openapi.json")).json()
     assert "requestBody" in schema["paths"]["/v1/chat/completions"]["post"]
+
+
+async def test_a_bug_after_the_first_token_is_an_event_too(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status is out already: without an event a client cannot tell a broken answer from a short one."""
+    push, seen = AnswerText.push, []
+
+    def break_down(text: AnswerText, tokens: Sequence[Token]) -> TextPiece:
+        seen.append(tokens)
+        if len(seen) == 2:
+            raise KeyError("secret")
+        return push(text, tokens)
+
+    monkeypatch.setattr(AnswerText, "push", break_down)
+    response = await api.chat(stream=True)
+    assert response.status_code == 200
+    last = events(response)[-1]
+    assert last["error"]["type"] == "server_error" and last["error"]["code"] == "internal"
+    assert "secret" not in response.text and "[DONE]" not in response.text
