@@ -61,8 +61,8 @@ verify-parity: $(STAMP)  ## every parity case against transformers
 verify-expansion: $(STAMP)  ## 5,000 sizes of pictures a family: rows counted, processed and encoded
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/unit/test_model_expansion.py $(ARGS)
 
-verify-cluster: $(STAMP)  ## workers killed under load in every topology, frozen, and with far too little memory
-	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py tests/integration/test_retraction.py $(ARGS)
+verify-cluster: $(STAMP)  ## workers killed under load in every topology, frozen, with far too little memory; one figure of the benchmarks
+	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py tests/integration/test_retraction.py tests/integration/test_benchmarks_run.py $(ARGS)
 
 verify-engine: $(STAMP)  ## 1,000 storms over the engine, and memory over 20,000 unique pictures
 	@$(BIN)/python -m scripts.verify_engine --json benchmarks/results/engine_storm.json $(ARGS)

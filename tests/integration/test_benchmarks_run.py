@@ -1,0 +1,38 @@
+"""`python -m benchmarks.engine` as a program: in no time, and with TRIPTYCH_VERIFY=full in as much as it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine.budget import CLOSING_SECONDS
+from tests.seed import IS_FULL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KEY = "encodes_per_unique_picture"
+SECONDS = 180.0 if IS_FULL else CLOSING_SECONDS + 0.5
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240 if IS_FULL else 60)]
+
+
+def test_one_figure_is_measured_or_null_with_a_reason(tmp_path: Path) -> None:
+    folder, temporary = tmp_path / "results", tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-m", "benchmarks.engine", "--only", KEY, "--seconds", str(SECONDS)]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [*command, "--threads", "1", "--out", str(folder)], env=environ, capture_output=True, text=True, check=True
+    )
+    written = json.loads((folder / "engine.json").read_text())
+    assert f"{KEY}: {written[KEY]}" in done.stdout
+    assert KEY in (folder / "engine.md").read_text()
+    if IS_FULL:
+        assert (written[KEY], written["notes"]) == (1.0, {})
+    else:
+        assert written[KEY] is None and "it was not ready after" in written["notes"][KEY]
+    assert list(temporary.iterdir()) == [], "the cluster that was started has gone, and its folder with it"
