@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triptych.core.topology import kinds_of
+
 OURS = ("mono", "e-p-d")
 GENERATE, CONTINUOUS, VLLM = "transformers-generate", "transformers-continuous", "vllm"
 # Of our two KV pools, of vLLM's, and of the batches of `generate` none: it grows as it needs.
@@ -85,11 +87,13 @@ def ours(
     extra: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
 ) -> Launch:
-    """Text alone has no encoder: three stages are two workers then."""
+    """Text alone has no encoder: three stages are two workers then. All workers together have `threads`, as every other
+    arm has: two that compute at once would else wait for each other's threads at every product."""
     topology = "p-d" if arm == "e-p-d" and not case.sees else arm
+    each = max(1, threads // len(kinds_of(topology)))
     command = (
         *(sys.executable, "-m", "triptych.cli", "up", "--topology", topology, "--model", str(case.folder)),
-        *("--threads", str(threads), "--port", str(port), "--runtime-dir", str(runtime), *extra),
+        *("--threads", str(each), "--port", str(port), "--runtime-dir", str(runtime), *extra),
     )
     told = {"TRIPTYCH_DTYPE": case.dtype, "TRIPTYCH_KV_POOL_BYTES": str(KV_BYTES), **(variables or {})}
     return Launch(arm, command, told, port, case.folder.resolve().name, "/ready")
