@@ -151,12 +151,12 @@ def test_what_a_file_says_about_a_process_and_the_launcher_overrides_is_named() 
 
 
 def test_whoever_starts_it_hears_of_another_port_and_of_an_open_door() -> None:
-    assert layout.notices(UpSettings(), 8000) == []
-    assert layout.notices(UpSettings(port=0), 40000) == []
-    (moved,) = layout.notices(UpSettings(), 40000)
+    assert layout.notices(UpSettings(), 8000, 8) == []
+    assert layout.notices(UpSettings(port=0), 40000, 8) == []
+    (moved,) = layout.notices(UpSettings(), 40000, 8)
     assert "8000 is taken" in moved and "40000" in moved
     for host in ("0.0.0.0", "::", "192.168.0.7"):
-        (open_door,) = layout.notices(UpSettings(host=host), 8000)
+        (open_door,) = layout.notices(UpSettings(host=host), 8000, 8)
         assert "who they are" in open_door
 
 
@@ -188,3 +188,21 @@ def test_encoders_stand_back_for_workers_with_a_language_model() -> None:
     specs = layout.workers(settings, MODEL, RUNTIME, 8, lambda host, port: True)
     assert {spec.name for spec in specs if "--nice" in spec.flags} == {"encoder-0", "encoder-1"}
     assert {_flag(spec, "--nice") for spec in specs if "--nice" in spec.flags} == {"7"}
+
+
+def _workers(settings: UpSettings, cores: int) -> list[ProcessSpec]:
+    return layout.workers(settings, Path("m"), Path("r"), cores, lambda *_: True)
+
+
+def test_more_threads_than_cores_do_not_spin_for_each_other() -> None:
+    crowded = UpSettings(topology="e-p-d", threads=2)
+    assert {spec.variables for spec in _workers(crowded, 4)} == {(("OMP_WAIT_POLICY", "passive"),)}
+    (said,) = layout.notices(crowded, 8000, 4)
+    assert "3 workers with 2 threads each share 4 cores" in said
+
+
+@pytest.mark.parametrize(("threads", "cores"), [(0, 1), (0, 2), (0, 16), (1, 1), (2, 6)])
+def test_threads_that_have_their_cores_wait_as_they_like(threads: int, cores: int) -> None:
+    settings = UpSettings(topology="e-p-d", threads=threads)
+    assert {spec.variables for spec in _workers(settings, cores)} == {()}
+    assert layout.notices(settings, 8000, cores) == []

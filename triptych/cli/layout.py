@@ -17,15 +17,19 @@ LOOPBACK = "127.0.0.1"
 # By service.
 FIRST_PORT = {"encoder": 8101, "prefill": 8201, "decode": 8301, "mono": 8401}
 FIRST_METRICS_PORT = 9401
+# A thread that spins for its fellows takes the core that one of them waits for, at each of the hundreds of products of
+# a step: ten times as long is common then. Sleeping costs a wake-up instead, which is why it is not the default.
+PATIENT = (("OMP_WAIT_POLICY", "passive"),)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to start: `python -m services.ROLE FLAGS`."""
+    """One process to start: `python -m services.ROLE FLAGS`; the launcher's environment wins over `variables`."""
 
     name: str
     role: str
     flags: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 def api_port(settings: UpSettings, ports: HeldPorts) -> int:
@@ -42,13 +46,18 @@ def api_port(settings: UpSettings, ports: HeldPorts) -> int:
     return ports.take_any(settings.host)
 
 
-def notices(settings: UpSettings, port: int) -> list[str]:
+def notices(settings: UpSettings, port: int, cores: int) -> list[str]:
     """What whoever starts the cluster should know of the API's address."""
     said = []
     if settings.port is None and port != DEFAULT_PORT:
         said.append(f"port {DEFAULT_PORT} is taken; the API listens on {port} (--port chooses one)")
     if not is_loopback(settings.host):
         said.append("the API asks nobody who they are: let only those reach it who may use it")
+    if are_crowded(settings, cores):
+        threads, workers = settings.threads, len(_wanted(settings))
+        said.append(
+            f"{workers} workers with {threads} threads each share {cores} cores; without --threads each has its part"
+        )
     return said
 
 
@@ -60,7 +69,8 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, take_p
     if settings.port == 0:
         take_port = _take_none
     wanted = _wanted(settings)
-    threads = settings.threads or max(1, cores // len(wanted))
+    threads = threads_of_each(settings, cores)
+    waiting = PATIENT if are_crowded(settings, cores) else ()
     specs: list[ProcessSpec] = []
     for position, (kind, index) in enumerate(wanted):
         name = f"{kind.name}-{index}"
@@ -81,8 +91,18 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, take_p
             flags["--transport"] = settings.transport
         if kind.service == "prefill":
             flags["--also"] = ",".join(kind.also)  # even if empty: the topology decides, not the file
-        specs.append(ProcessSpec(name, kind.service, _flat(flags)))
+        specs.append(ProcessSpec(name, kind.service, _flat(flags), waiting))
     return specs
+
+
+def threads_of_each(settings: UpSettings, cores: int) -> int:
+    """Of each worker: what was asked for, or its part of the cores."""
+    return settings.threads or max(1, cores // len(_wanted(settings)))
+
+
+def are_crowded(settings: UpSettings, cores: int) -> bool:
+    """Whether the workers have more threads than there are cores for."""
+    return threads_of_each(settings, cores) * len(_wanted(settings)) > max(cores, len(_wanted(settings)))
 
 
 def _take_none(_host: str, _port: int) -> bool:

@@ -46,7 +46,8 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name not in _OURS_ALONE},
+                env=dict(self.spec.variables)
+                | {name: value for name, value in os.environ.items() if name not in _OURS_ALONE},
             )
         self.started_at = time.monotonic()
 

@@ -66,10 +66,10 @@ def _assemble(
     ports: HeldPorts,
 ) -> Supervisor:
     port = layout.api_port(settings, ports)
-    for notice in layout.notices(settings, port):
+    cores = len(os.sched_getaffinity(0))
+    for notice in layout.notices(settings, port, cores):
         display.say(notice)
     logs = leftovers.log_folder(folder, settings.log_dir)
-    cores = len(os.sched_getaffinity(0))
     specs = layout.workers(settings, model, folder.path, cores, ports.take)
     router_spec = layout.router(settings, model, folder.path, port)
     if config := config_path((), os.environ):
