@@ -81,7 +81,9 @@ def launched(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=STOP_SECONDS)
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()  # the output may have been read already, for what failed
 
 
 def living(pids: Mapping[str, int]) -> dict[str, int]:
