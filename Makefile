@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-for-$(shell cksum < pyproject.toml | cut -d ' ' -f 1
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-cluster verify-engine proto clean
+.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-properties verify-cluster verify-engine proto clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,7 +51,7 @@ lint: $(STAMP)  ## ruff: rules and format, and the import rules of docs/architec
 typecheck: $(STAMP)  ## mypy, strict
 	@$(BIN)/mypy
 
-verify: verify-parity verify-expansion verify-cluster verify-engine  ## what is too long for `make test`; reports go to benchmarks/results
+verify: verify-parity verify-expansion verify-properties verify-cluster verify-engine  ## what is too long for `make test`; reports go to benchmarks/results
 	@mkdir -p benchmarks/results
 	@$(BIN)/python -m scripts.eval_demo_model --json benchmarks/results/eval_demo_model.json --seed 1 --per-type 500
 
@@ -60,6 +60,9 @@ verify-parity: $(STAMP)  ## every parity case against transformers
 
 verify-expansion: $(STAMP)  ## 5,000 sizes of pictures a family: rows counted, processed and encoded
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/unit/test_model_expansion.py $(ARGS)
+
+verify-properties: $(STAMP)  ## many more examples, and every pair of requests in every order
+	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/property --timeout 3600 $(ARGS)
 
 verify-cluster: $(STAMP)  ## workers killed under load in every topology, frozen, with far too little memory; one figure of the benchmarks
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py tests/integration/test_retraction.py tests/integration/test_benchmarks_run.py $(ARGS)

@@ -21,7 +21,7 @@ from tests.parity.test_parity_sampling import generated, request_of, same
 from triptych.engine.sequence import Sequence
 from triptych.model import runner, sampler
 from triptych.model.sampler import SampleRow, TokenHistory, adjusted, logprobs
-from triptych.testing.cluster import InProcessCluster
+from triptych.testing.cluster import ChatRequest, InProcessCluster
 
 PENALTY = 1.3
 LEAST = 6
@@ -90,15 +90,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_parity_planted_sampling_fault_shows(
-    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], fault: str
-) -> None:
+Asked = tuple[ChatRequest, tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def asked(references: dict[str, ReferenceModel]) -> list[Asked]:
+    """Requests, and what the reference says to each."""
     reference = references["qwen2.5-vl"]
-    prompts = make_prompts(PROMPTS_SEED, 10)
-    expected, requests = [], []
-    for prompt in prompts:
+    made: list[Asked] = []
+    for prompt in make_prompts(PROMPTS_SEED, 10):
         plain, _ = generated(reference, prompt)
         end = plain[2]
         bias = dict.fromkeys(plain[3:5], 3.0) | {plain[1]: -3.0}
@@ -106,16 +106,22 @@ async def test_parity_planted_sampling_fault_shows(
             bias[end] = 50.0  # ends as soon as it may
         sequence_bias = [[[token], value] for token, value in bias.items()]
         how: dict[str, Any] = {"repetition_penalty": PENALTY, "sequence_bias": sequence_bias}
-        expected.append(generated(reference, prompt, **how, eos_token_id=[end], min_new_tokens=LEAST))
         options = SamplingOptions(repetition_penalty=PENALTY, logit_bias=tuple(sorted(bias.items())), min_tokens=LEAST)
-        requests.append(request_of(prompt, options, end))
+        truth = generated(reference, prompt, **how, eos_token_id=[end], min_new_tokens=LEAST)
+        made.append((request_of(prompt, options, end), truth))
+    return made
 
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_parity_planted_sampling_fault_shows(asked: list[Asked], model_dirs: dict[str, Path], fault: str) -> None:
+    requests = [request for request, _ in asked]
     async with InProcessCluster(model_dirs["qwen2.5-vl"], "e-p-d", kv_pool_bytes=32 << 20) as cluster:
 
         async def wrong() -> list[int]:
             results = await cluster.generate_many(requests, concurrency=4)
-            pairs = zip(expected, results, strict=True)
-            return [number for number, (truth, ours) in enumerate(pairs) if not same(truth, ours.token_ids)]
+            pairs = zip(asked, results, strict=True)
+            return [number for number, ((_, truth), ours) in enumerate(pairs) if not same(truth, ours.token_ids)]
 
         assert not await wrong(), "wrong before the fault is planted"
         with FAULTS[fault]():

@@ -65,6 +65,11 @@ def broken_promise(run: Callable[[Workload], None], workload: Workload) -> str:
     return ""
 
 
+def tries(max_examples: int) -> settings:
+    """So many examples; with TRIPTYCH_VERIFY=full ten times as many."""
+    return settings(max_examples=(10 if IS_FULL else 1) * max_examples, deadline=None)
+
+
 def steps(max_examples: int) -> settings:
     """So many lives of a state machine; with TRIPTYCH_VERIFY=full twenty times as many."""
     factor = 20 if IS_FULL else 1

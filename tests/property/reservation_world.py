@@ -8,7 +8,7 @@ must hold, and `World.key` what the future depends on: two worlds of one key beh
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -34,6 +34,8 @@ PAGE = 2
 ROW_BYTES = 32
 UNIT_BYTES = 64
 """A small picture's room, and the arena's alignment."""
+
+MAX_STATES = 1_000_000
 
 ROWS = torch.zeros(1)
 PREFILL, DECODE = WorkerRef("prefill-0", 1), WorkerRef("decode-0", 2)
@@ -459,13 +461,27 @@ class Report:
     broken: dict[str, tuple[Event, ...]] = field(default_factory=dict)
 
 
-def explore(scenario: Scenario, parts: Parts = Parts(), max_states: int = 1_000_000) -> Report:
+def breaks(scenario: Scenario, parts: Parts, promises: Collection[str]) -> bool:
+    """Whether some order breaks each of these promises; ends where all are seen to be broken."""
+    report = Report()
+    return any(set(promises) <= report.broken.keys() for _ in _explore(scenario, parts, report, MAX_STATES))
+
+
+def explore(scenario: Scenario, parts: Parts = Parts(), max_states: int = MAX_STATES) -> Report:
     """All orders of all events, depth first; each state once, rebuilt by its events.
 
     No event can come twice, so each order ends, and it ends at rest: where nothing is to come but what disturbs. Where
     all states at rest are as they should be, no continuation of any state can miss that.
     """
-    report, seen = Report(), set[object]()
+    report = Report()
+    for _ in _explore(scenario, parts, report, max_states):
+        pass
+    return report
+
+
+def _explore(scenario: Scenario, parts: Parts, report: Report, max_states: int) -> Iterator[None]:
+    """Fills the report, and yields after each order."""
+    seen = set[object]()
     orders: list[tuple[Event, ...]] = [()]
     while orders and len(seen) < max_states:
         world = World(scenario, parts)
@@ -475,9 +491,9 @@ def explore(scenario: Scenario, parts: Parts = Parts(), max_states: int = 1_000_
             orders += _follow(world, seen, report)
         except (AssertionError, KeyError, ValueError, IndexError):
             report.broken.setdefault("no part objects", world.order)
+        report.num_states = len(seen)
+        yield
     assert not orders, "there are more states than may be visited"
-    report.num_states = len(seen)
-    return report
 
 
 def _follow(world: World, seen: set[object], report: Report) -> Iterator[tuple[Event, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -23,6 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.property.promises import tries
 from triptych.core.plan import Sampling
 from triptych.model.sampler import (
     SampleRow,
@@ -122,7 +123,7 @@ def has_ties_at_the_nucleus(case: Case) -> bool:
     return last + 1 < len(ordered) and bool(ordered[last] - ordered[last + 1] < 1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@tries(120)
 @given(cases())
 def test_bias_penalty_and_minimum_are_those_of_transformers(case: Case) -> None:
     expected = scores_of(before_temperature(case), case)
@@ -131,7 +132,7 @@ def test_bias_penalty_and_minimum_are_those_of_transformers(case: Case) -> None:
     torch.testing.assert_close(adjusted(case.logits, case.row).float(), in_float32, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=400, deadline=None)
+@tries(160)
 @given(cases())
 def test_the_odds_are_those_of_transformers(case: Case) -> None:
     how = case.row.sampling
@@ -150,7 +151,7 @@ def _near(expected: torch.Tensor, how: Sampling) -> bool:
     return bool(((ratios - how.min_p).abs() < 1e-9).any()) and how.min_p < 1
 
 
-@settings(max_examples=300, deadline=None)
+@tries(120)
 @given(cases())
 def test_the_token_is_where_the_random_number_falls(case: Case) -> None:
     """Drawn in numpy from `transformers`' scores: likeliest first, equals by id."""
@@ -169,7 +170,7 @@ def test_the_token_is_where_the_random_number_falls(case: Case) -> None:
     assert sample(case.logits[None], [case.row]) == [int(order[np.searchsorted(reached, drawn, side="right")])]
 
 
-@settings(max_examples=200, deadline=None)
+@tries(80)
 @given(cases(), st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_are_as_openai_defines_them(case: Case, presence: float, frequency: float) -> None:
     row = replace(case.row, sampling=Sampling(64, presence_penalty=presence, frequency_penalty=frequency))
@@ -180,7 +181,7 @@ def test_presence_and_frequency_are_as_openai_defines_them(case: Case, presence:
     np.testing.assert_allclose(adjusted(case.logits, row).numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@tries(80)
 @given(cases(), st.integers(0, 20))
 def test_log_probabilities_are_the_models_own(case: Case, count: int) -> None:
     """Whatever bias, penalties and temperature do to the choice."""
@@ -201,7 +202,7 @@ def log_softmax(values: Floats) -> Floats:
     return np.asarray(wide - np.log(np.exp(wide).sum()), dtype=np.float64)
 
 
-@settings(max_examples=100, deadline=None)
+@tries(40)
 @given(st.lists(cases(), min_size=2, max_size=8), st.randoms(use_true_random=False))
 def test_a_row_is_sampled_the_same_whatever_stands_beside_it(mixed: list[Case], rng: Any) -> None:
     """Ids and log probabilities, bit by bit."""
@@ -261,7 +262,7 @@ def test_a_rare_end_token_beyond_the_vocabulary_does_no_harm() -> None:
     assert sample(torch.tensor([[1.0, 5.0, 3.0]]), [replace(row, index=5)]) == [1]
 
 
-@settings(max_examples=100)
+@tries(40)
 @given(case=cases(), penalty=st.sampled_from([5e-324, 1e-320, 1e-308, 1e-300]), temperature=st.sampled_from([0.0, 1.0]))
 def test_a_repetition_penalty_near_zero_takes_what_it_makes_likeliest(
     case: Case, penalty: float, temperature: float
@@ -279,7 +280,7 @@ def test_a_repetition_penalty_near_zero_takes_what_it_makes_likeliest(
     assert not torch.isnan(adjusted(case.logits, row)).any()
 
 
-@settings(max_examples=150, deadline=None)
+@tries(60)
 @given(
     seed=st.integers(0, 2**32),
     spread=st.sampled_from([0.0, 0.5, 2.0, 8.0]),
