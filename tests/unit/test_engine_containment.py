@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from tests.unit.engine_house import PAGE, House, Listener, answer_of, heard, settle
+from tests.unit.engine_house import PAGE, House, Listener, PoolOfAnother, answer_of, heard, settle
 from tests.unit.test_engine_lookahead import Yard
 from triptych.core.errors import Aborted, RequestTooLarge, StaleAttempt, TriptychError
 from triptych.core.lifecycle import Phase
 from triptych.core.plan import Token
+from triptych.engine.loop import StepFailed
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence
 
@@ -159,4 +161,42 @@ def test_an_attempt_is_adopted_once() -> None:
     with pytest.raises(StaleAttempt):
         adopted(house, again)
     house.engine.abort(first.ref, Aborted("enough"))
+    assert house.is_clean
+
+
+class BrokenPool(PoolOfAnother):
+    """A decode worker's pool that cannot be written to."""
+
+    def copy(self, pages: SequenceOf[int], first: int) -> int:
+        raise RuntimeError("there is no memory to gather the pages")
+
+
+@pytest.mark.parametrize("kind", [House, Yard])
+def test_kv_that_cannot_be_handed_over_ends_its_own_sequence(kind: type[House]) -> None:
+    house = kind()
+    sound = house.submit([6, 7, 8, 9], max_tokens=8)
+    broken = house.submit([1, 2, 3, 4, 5], needs_handoff=True)
+    house.turn()
+    house.engine.bound(broken.ref, BrokenPool(house.runner))
+    house.engine.post(lambda: None)
+    with pytest.raises(StepFailed):
+        house.turn(20)
+    assert type(heard(broken).error) is TriptychError
+    house.finish(sound)
+    assert heard(sound).ids == answer_of(sound)
+    house.turn(2)
+    assert house.is_clean
+
+
+@pytest.mark.parametrize("kind", [House, Yard])
+def test_what_cannot_be_put_into_a_step_ends_alone(kind: type[House]) -> None:
+    house = kind()
+    sound = house.submit([6, 7, 8, 9], max_tokens=8)
+    broken = house.submit([1, 2, 3, 4, 5], max_tokens=8)
+    house.turn_until(lambda: broken.phase is Phase.DECODING)
+    broken.positions = None  # type: ignore[assignment]
+    house.finish(sound, broken)
+    assert type(heard(broken).error) is TriptychError
+    assert heard(sound).ids == answer_of(sound)
+    house.turn(2)
     assert house.is_clean

@@ -9,7 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
+from tests.unit.engine_house import ROW_BYTES, House
 from triptych.core.clock import SystemClock
 from triptych.core.errors import DeadlineExceeded, Overloaded, PeerLost, StaleAttempt, TriptychError
 from triptych.core.grant import Grant
@@ -311,3 +313,27 @@ async def test_however_many_tokens_wait_no_message_comes_near_grpcs_limit() -> N
     sent = [convert.token_from_proto(token) for batch in batches for token in batch.tokens.tokens]
     assert sent == made
     assert done.generate_done.usage.completion_tokens == 20_000
+
+
+async def test_a_slot_that_the_engine_hands_out_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long step lies between the request and its answer: the time for which it may wait for others is over by then,
+    and yet the slot is the one that it was given."""
+    monkeypatch.setattr(landing, "SHARED_WAIT_S", 0.05)
+    house = House()
+    sequence = house.submit([1, (1, 5), 2])
+    house.turn()
+    made: Any = EmbeddingLanding(house.engine, None, torch.float32)  # type: ignore[arg-type]
+    made.admitted(sequence.ref)
+    gate = threading.Event()
+    house.engine.post(lambda: gate.wait(5) and None)
+    house.engine.start()
+    try:
+        item = sequence.plan.items[0]
+        asked = made.request_slot(ENCODER, sequence.ref, 0, item.identity, item.num_tokens, item.num_tokens * ROW_BYTES)
+        waiting = asyncio.ensure_future(asked)
+        await asyncio.sleep(0.2)
+        gate.set()
+        assert (await waiting).num_bytes == item.num_tokens * ROW_BYTES
+    finally:
+        gate.set()
+        house.engine.stop()

@@ -323,7 +323,7 @@ class LanguageEngine:
 
     def _launch(self, planned: list[tuple[Sequence, int]], before: Step | None) -> Step | None:
         start_ns = self._clock.monotonic_ns()
-        pieces = build_pieces(planned, before, lambda sequence, error: self.abort(sequence.ref, error))
+        pieces = build_pieces(planned, before, lambda sequence, error: self.abort(sequence.ref, _as_told(error)))
         if not pieces:
             return None
         try:
@@ -345,12 +345,25 @@ class LanguageEngine:
             self._fail(step.pieces, error)
             return
         step.end()
-        for piece, token_id, row in step.samples(output):
-            if piece.sequence.phase not in TERMINAL:
-                token = None if row is None else self._token(piece.sequence, output, row, token_id)
-                self._apply(piece.sequence, piece.count, token, step.start_ns)
+        bugs = [error for error in self._apply_all(step, output) if not isinstance(error, TriptychError)]
         metrics.STEP_SECONDS.labels(self._stage).observe((self._clock.monotonic_ns() - step.start_ns) / 1e9)
         metrics.STEP_TOKENS.labels(self._stage).observe(sum(piece.count for piece in step.pieces))
+        if bugs:
+            raise StepFailed from bugs[0]
+
+    def _apply_all(self, step: Step, output: RunOutput) -> list[Exception]:
+        """What kept a sequence from its result has ended that one, and is returned."""
+        errors: list[Exception] = []
+        for piece, token_id, row in step.samples(output):
+            if piece.sequence.phase in TERMINAL:
+                continue
+            try:
+                token = None if row is None else self._token(piece.sequence, output, row, token_id)
+                self._apply(piece.sequence, piece.count, token, step.start_ns)
+            except Exception as error:
+                errors.append(error)
+                self.abort(piece.sequence.ref, _as_told(error))
+        return errors
 
     def _token(self, sequence: Sequence, output: RunOutput, row: int, token_id: int) -> Token:
         assert output.logits is not None
@@ -450,7 +463,7 @@ def _as_told(error: Exception) -> TriptychError:
     """What a caller may know of it; the log has the rest."""
     if isinstance(error, TriptychError):
         return error
-    log.error("a sequence could not be taken in", exc_info=error)
+    log.error("a sequence met a bug", exc_info=error)
     return TriptychError(INTERNAL_ERROR)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from triptych.core.errors import TriptychError
 from triptych.engine.sequence import Sequence
 from triptych.engine.slices import build_slice
 from triptych.model.runner import Flight, RunOutput, RunSlice, check_coverage
@@ -70,17 +69,17 @@ class Step:
 
 
 def build_pieces(
-    planned: Iterable[tuple[Sequence, int]], before: Step | None, refuse: Callable[[Sequence, TriptychError], None]
+    planned: Iterable[tuple[Sequence, int]], before: Step | None, refuse: Callable[[Sequence, Exception], None]
 ) -> list[Piece]:
-    """What runs next, after the step `before` (None: nothing is under way). A sequence whose embeddings do not fit its
-    prompt goes to `refuse`, alone."""
+    """What runs next, after the step `before` (None: nothing is under way). A sequence that cannot be put
+    together, as when its embeddings do not fit its prompt, goes to `refuse`, alone."""
     places = {} if before is None else _places(before.pieces)
     pieces: list[Piece] = []
     for sequence, count in planned:
-        run = build_slice(sequence, count, places.get(id(sequence)))
         try:
+            run = build_slice(sequence, count, places.get(id(sequence)))
             check_coverage(run)
-        except TriptychError as error:
+        except Exception as error:
             refuse(sequence, error)
         else:
             pieces.append(Piece(sequence, run))

@@ -83,18 +83,21 @@ class EmbeddingLanding:
             raise StaleAttempt("this attempt has ended")
         await self._wait_admitted(ref)
         hand = partial(self._hand, peer, ref, item_index, identity, num_tokens, num_bytes)
-        try:
-            async with asyncio.timeout(SHARED_WAIT_S):
-                while True:
-                    changed = asyncio.Event()
-                    answer = await on_engine(self._engine.call(partial(hand, _waker(changed))))
-                    if answer is not None:
-                        return answer
+        give_up_at_s = asyncio.get_running_loop().time() + SHARED_WAIT_S
+        while True:
+            changed = asyncio.Event()
+            answer = await on_engine(self._engine.call(partial(hand, _waker(changed))))
+            if answer is not None:
+                return answer
+            try:
+                # Only here: the engine's own answer, however late, may be a slot that is this peer's from then on.
+                async with asyncio.timeout_at(give_up_at_s):
                     await changed.wait()
-        except TimeoutError:
-            answer = await on_engine(self._engine.call(partial(hand, None)))
-            assert answer is not None
-            return answer
+            except TimeoutError:
+                break
+        answer = await on_engine(self._engine.call(partial(hand, None)))
+        assert answer is not None
+        return answer
 
     async def commit_embedding(
         self,

@@ -151,6 +151,7 @@ class Worker:
         folder = RuntimeFolder(common.runtime_dir)
         self._registry = StaticRegistry(folder)
         compute = choose_compute(common.device, common.dtype)
+        self._exit.callback(_gauges_at_rest)
         for part in ("vision", "language"):
             metrics.MODEL_PARAMETERS.labels(part).set(0)
         if common.threads:
@@ -365,6 +366,13 @@ class Worker:
     def _describe(self) -> WorkerInfo:
         assert self.info is not None
         return self.info
+
+
+def _gauges_at_rest() -> None:
+    """What is shown of a worker's life as a whole; its engines see to what they show."""
+    metrics.EMBEDDING_CACHE_BYTES.set(0)
+    for part in ("vision", "language"):
+        metrics.MODEL_PARAMETERS.labels(part).set(0)
 
 
 def _is_host_memory(compute: ComputeChoice) -> bool:
