@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
+from triptych.model import paged
 from triptych.model.paged import SHORT_PAGES, build_batch, paged_attention
 
 LAYERS, PAGES, PAGE, HEADS, KV_HEADS, DIM = 2, 40, 4, 4, 2, 8
@@ -69,7 +70,13 @@ def empty_pool() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_it_is_plain_attention_in_any_chunks_and_mixes(seed: int, layer: int) -> None:
+@pytest.mark.parametrize("is_blockwise", [True, False])
+@pytest.mark.parametrize("block_rows", [1, 4, 64])
+def test_it_is_plain_attention_in_any_chunks_and_mixes(
+    seed: int, layer: int, is_blockwise: bool, block_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged, "attends_blockwise", lambda _: is_blockwise)
+    monkeypatch.setattr(paged, "BLOCK_ROWS", block_rows)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(12):

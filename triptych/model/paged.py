@@ -32,6 +32,9 @@ SHORT_PAGES = 8
 """Sequences up to this long are attended to in one call, whatever each one's length; longer ones only with those that
 are at least half as long."""
 
+BLOCK_ROWS = 64
+"""Rows of a chunk that a CPU attends with at once."""
+
 Indices = npt.NDArray[np.int64]
 BlockTable = Sequence[int]
 
@@ -44,7 +47,8 @@ class ExtendSpan:
         row, num_rows: its rows in the packed batch.
         num_context: all its tokens up to and including these rows.
         strips: of K, then of V, each head by head, int64 (2 * kv_heads * pages,); None when the rows are all there is.
-        mask: what each row sees, added to the scores: (num_rows, num_context); None when the rows are all there is.
+        mask: what each row sees, added to the scores: (num_rows, num_context); None when the rows are all there is,
+            and on a CPU.
     """
 
     row: int
@@ -123,6 +127,8 @@ class PagedBatch:
         else:
             gathered = self._strips(layer).index_select(0, span.strips)
             both = gathered.view(2, kv_heads, -1, dim)[:, :, : span.num_context]
+        if attends_blockwise(query.device):
+            return _blockwise_attention(query, both[0], both[1], scale)
         out = scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             both[0].unsqueeze(0),
@@ -164,6 +170,34 @@ def _small_attention(
         scores = (scores.reshape(sequences, kv_heads, rows, -1) + mask).view(-1, rows, key.shape[2])
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.bmm(weights, value.flatten(0, 1))
+
+
+def attends_blockwise(device: torch.device) -> bool:
+    """Whether chunks are attended with in blocks of rows; else by torch's fused attention."""
+    return device.type == "cpu"
+
+
+def _blockwise_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """(rows, heads, head_dim), the last rows of a context, over all of it: (kv_heads, context, head_dim). Causal.
+
+    As products over a block of rows and what the last of them sees: what no row sees is hardly computed, and the
+    heads that share a K/V head share a product. On CPUs that is faster than torch's fused attention (in bfloat16 more
+    than twice), and the scores of a block stay in cache.
+    """
+    (rows, _, dim), (kv_heads, context, _) = query.shape, key.shape
+    grouped = query.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).mul(scale)
+    out = torch.empty_like(query)
+    into = out.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    hidden = torch.full((BLOCK_ROWS, BLOCK_ROWS), float("-inf"), dtype=query.dtype).triu_(1)
+    for first in range(0, rows, BLOCK_ROWS):
+        count = min(BLOCK_ROWS, rows - first)
+        seen = context - rows + first + count
+        block = grouped[:, :, first : first + count].reshape(kv_heads, -1, dim)
+        scores = torch.bmm(block, key[:, :seen].transpose(1, 2)).view(kv_heads, -1, count, seen)
+        scores[..., seen - count :] += hidden[:count, :count]
+        weights = torch.softmax(scores, dim=-1).view(kv_heads, -1, seen)
+        into[:, :, first : first + count] = torch.bmm(weights, value[:, :seen]).view(kv_heads, -1, count, dim)
+    return out
 
 
 def build_batch(pool: torch.Tensor, rows: Sequence[tuple[BlockTable, int, int]], device: torch.device) -> PagedBatch:
@@ -214,8 +248,10 @@ class _Strips:
         if start == 0:
             return ExtendSpan(row, count, count, None, None)
         strips = self.of_pages(np.asarray(table, dtype=np.int64)).T.reshape(-1)
-        seen = torch.ones(count, start + count, dtype=torch.bool).tril(start)
-        return ExtendSpan(row, count, start + count, self.to_device(strips), self._mask(seen))
+        mask = None
+        if not attends_blockwise(self.device):
+            mask = self._mask(torch.ones(count, start + count, dtype=torch.bool).tril(start))
+        return ExtendSpan(row, count, start + count, self.to_device(strips), mask)
 
     def group(self, singles: Sequence[tuple[int, BlockTable, int]], page_tokens: int) -> DecodeGroup:
         count, lengths = len(singles), np.array([length for _, _, length in singles])
