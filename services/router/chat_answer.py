@@ -6,6 +6,7 @@ away cancels all that runs for it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -30,6 +31,10 @@ from services.router.tasks import first_of
 from triptych.core.errors import TriptychError
 from triptych.core.plan import Token
 from triptych.obs import metrics
+from triptych.obs.log import for_request
+
+# How long after the request's time its answer may still be read.
+READ_GRACE_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +59,16 @@ class ChatAnswer(Response):
         self._pipeline = pipeline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await first_of(self._serve(send), lambda: _until_disconnected(receive))
+        """A caller that does not read what it is sent is cut off soon after the request's time: else it would hold the
+        pictures and the connection for as long as it likes."""
+        asked = self._job.question
+        try:
+            async with asyncio.timeout(asked.plan.timeout_s + READ_GRACE_S) as limit:
+                await first_of(self._serve(send), lambda: _until_disconnected(receive))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            for_request(_log, asked.request_id).warning("a caller did not read its answer and is cut off")
 
     async def _serve(self, send: Send) -> None:
         async with running_choices(self._pipeline, self._job.question) as choices:

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
+from services.router import chat_answer
 from services.router.answer_text import AnswerText, TextPiece
+from services.router.app import Model
 from services.router.pipeline import Answer
 from tests.unit import router_house
-from tests.unit.router_house import TEXT, Api, error_of, events, picture
+from tests.unit.router_house import TEXT, Api, error_of, events, picture, serve
 from triptych.core.errors import NoRoom, PeerLost
 from triptych.core.plan import Token
 from triptych.core.worker import Role
@@ -236,3 +239,30 @@ async def test_a_bug_after_the_first_token_is_an_event_too(api: Api, monkeypatch
     last = events(response)[-1]
     assert last["error"]["type"] == "server_error" and last["error"]["code"] == "internal"
     assert "secret" not in response.text and "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_a_caller_that_does_not_read_is_cut_off_soon_after_the_requests_time(
+    model: Model, choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_answer, "READ_GRACE_S", 0.2)
+    sent: list[Message] = []
+    async with serve(model, timeout_s=0.3) as api:
+        body = {"messages": [{"role": "user", "content": "what is it?"}], "stream": True, "n": choices}
+        arriving = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+        async def receive() -> Message:
+            for message in arriving:
+                return message
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+            if len(sent) > 3:
+                await asyncio.Event().wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        async with asyncio.timeout(5):
+            await api.app(scope, receive, send)
+    assert len(sent) == 4
+    assert sent[0]["status"] == 200
