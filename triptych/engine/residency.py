@@ -35,7 +35,10 @@ class Residency:
         num_tokens, manager = self._most_tokens(sequence), self._manager
         is_too_large = manager.pages_for(num_tokens) > manager.num_usable
         if is_too_large and sequence.plan.answer_ids:
-            raise Unavailable("the answer lost its place under memory pressure and is too long to be taken up again")
+            raise Unavailable(
+                "the answer lost its place under memory pressure and is too long to be taken up again; "
+                "try again later or lower max_tokens"
+            )
         if is_too_large:
             raise RequestTooLarge(
                 f"the request needs KV room for {num_tokens} tokens; a worker holds "

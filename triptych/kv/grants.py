@@ -101,7 +101,10 @@ class GrantTable:
         self._manager.cancel_credit(record.num_pages)
 
     def writer_finished(self, ref: AttemptRef, grant_id: str | None, writer: WorkerRef) -> None:
-        """The writer says that it will not touch the pages of this grant (None: of all of the attempt's) again."""
+        """The writer says that it will not touch the pages of this grant (None: of all of the attempt's) again.
+
+        Nobody is named who will never have the KV: a writer that lives tells the router itself why it gave up, which
+        ends the call here, and says more than this side could."""
         for record in list(self._records.values()):
             if record.ref == ref and record.writer == writer and grant_id in (None, record.grant_id):
                 self._end_writing(record)
