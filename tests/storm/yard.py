@@ -7,8 +7,10 @@ so: also late, when the attempt that the slot was for has ended. All of it is a 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -45,13 +47,15 @@ SCRIBBLE = 1e6
 
 @dataclass
 class Job:
-    """One wish on its way: the attempt under way, and whether it has to be replayed."""
+    """One wish on its way: the attempt under way, whether it has to be replayed, and what it heard that was wrong (an
+    engine takes no notice of what those raise who listen to it)."""
 
     wish: Wish
     reply: Reply
     ref: AttemptRef
     num_replays: int = 0
     is_to_repeat: bool = False
+    complaints: list[StormFailed] = field(default_factory=list)
 
     # -- a SequenceSink ----------------------------------------------------------------------------------------------
 
@@ -60,16 +64,26 @@ class Job:
     def decoding(self) -> None: ...
 
     def tokens(self, tokens: SequenceOf[Token]) -> None:
-        self.reply.heard(tokens)
+        with self._noting():
+            self.reply.heard(tokens)
 
     def finished(self, reason: FinishReason) -> None:
-        self.reply.finished(reason)
+        with self._noting():
+            self.reply.finished(reason)
 
     def retracted(self) -> None:
         self.is_to_repeat = True
 
     def failed(self, error: TriptychError) -> None:
-        self.reply.failed(error)
+        with self._noting():
+            self.reply.failed(error)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except StormFailed as complaint:
+            self.complaints.append(complaint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +153,17 @@ class Yard:
             self.manager.check_integrity()
             self.witness.check()
             self.book.check()
+            self._check_replies()
             if all(job.reply.has_ended for job in self.jobs):
                 return self._quiet()
         raise StormFailed(f"never ended: {[str(job.wish) for job in self.jobs if not job.reply.has_ended]}")
+
+    def _check_replies(self) -> None:
+        for job in self.jobs:
+            if job.complaints:
+                raise job.complaints[0]
+            if type(job.reply.error) is TriptychError:
+                raise StormFailed(f"{job.wish}: the engine met a bug")
 
     # -- callers -----------------------------------------------------------------------------------------------------
 
@@ -227,6 +249,7 @@ class Yard:
         for _ in range(2):  # the step under way, and what waits for it
             self.engine.post(lambda: None)
             self.engine._turn()
+        self._check_replies()
         self.manager.check_integrity()
         left = held_by(self.engine)
         self.engine.landing.check_integrity()

@@ -200,3 +200,74 @@ def test_what_cannot_be_put_into_a_step_ends_alone(kind: type[House]) -> None:
     assert heard(sound).ids == answer_of(sound)
     house.turn(2)
     assert house.is_clean
+
+
+@pytest.mark.parametrize("kind", [House, Yard])
+def test_a_reservation_that_meets_a_bug_concerns_the_one_it_is_for(
+    kind: type[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it may have been taken by then."""
+    house = kind()
+    talking = house.submit([7] * 5, max_tokens=20)
+    house.turn(2)
+    odd, sound = house.new([1, 2, (1, 5), 3]), house.new([4, 5, 6], max_tokens=5)
+    reserve = house.manager.reserve
+
+    def broken(salt: bytes, ids: list[int], *rest: int) -> object:
+        if ids == odd.ids:
+            raise ValueError("a bug")
+        return reserve(salt, ids, *rest)
+
+    monkeypatch.setattr(house.manager, "reserve", broken)
+    for each in (odd, sound):
+        house.engine.submit(each)
+    house.finish(talking, odd, sound)
+    assert type(heard(odd).error) is TriptychError
+    assert all(heard(each).ids == answer_of(each) for each in (talking, sound))
+    house.turn(2)
+    assert house.is_clean
+
+
+def test_bugs_in_turn_after_turn_show_in_the_health(running: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where each concerns one sequence only."""
+    house = running
+    seen: list[int] = []
+    several = [house.new([number]) for number in range(5)]
+
+    class Chain(Listener):
+        """When one has failed, the next turn meets the next."""
+
+        def failed(self, error: TriptychError) -> None:
+            super().failed(error)
+            submit()
+
+    def submit() -> None:
+        if several:
+            following = several.pop()
+            following.sink = Chain()
+            house.engine.post(lambda: house.engine.submit(following))
+
+    def broken(*_: object) -> None:
+        seen.append(house.engine._num_failed_turns)
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(house.manager, "offer", broken)
+    submit()
+    settle(house, lambda: len(seen) == 5)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_an_attempt_is_not_used_again_while_a_step_still_reads_what_landed_for_it() -> None:
+    """Its leases bear its name: the later one would take them over, and lose its own with the earlier one's step."""
+    house = Yard()
+    first = house.submit([1, 2, (1, 5), 3, 4, 5, 6, (2, 3)], max_tokens=9)
+    house.turn()
+    house.land(first, 0)
+    house.turn_until(lambda: house.engine._under_way is not None and house.engine._under_way.names(first))
+    house.engine.abort(first.ref, Aborted("enough"))
+    again = house.new([1, 2, (1, 5), 3], max_tokens=9)
+    again.ref = first.ref
+    house.engine.submit(again)
+    assert isinstance(heard(again).error, StaleAttempt)
+    house.turn(3)
+    assert house.is_clean

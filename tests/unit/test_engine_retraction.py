@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.engine_house import PAGE, House, answer_of, heard
 from tests.unit.test_engine_lookahead import Yard
-from triptych.core.errors import Aborted, NoRoom, Unavailable
+from triptych.core.errors import Aborted, NoRoom, RequestTooLarge
 from triptych.core.lifecycle import Phase
 from triptych.core.plan import MAX_RETRACTIONS
 from triptych.engine import loop
@@ -324,12 +324,17 @@ def test_a_replay_gets_its_reservation_before_all_who_wait() -> None:
     assert order[0] is replay, "nobody passes it, however small"
 
 
-def test_a_replay_too_long_for_a_prefill_pool_is_not_the_callers_fault() -> None:
+def test_a_replay_too_long_for_a_prefill_pool_is_refused_for_good_and_says_what_helps() -> None:
+    """To try again later would not help: 503 would ask for that."""
     house = House(num_pages=6)
     fits = house.submit([1] * 15, max_tokens=40, needs_handoff=True)
     assert not heard(fits).ended.is_set()
     replay = house.submit([1] * 15, max_tokens=40, needs_handoff=True, answer=[2] * 6, num_retractions=1)
-    assert isinstance(heard(replay).error, Unavailable)
+    error = heard(replay).error
+    assert type(error) is RequestTooLarge and "max_tokens to 6 " in error.message
+    longest = house.submit([2] * 15, max_tokens=6, needs_handoff=True, answer=[2] * 5, num_retractions=1)
+    assert not heard(longest).ended.is_set(), "no answer of so many tokens can be retracted with more of them"
+    house.engine.abort(longest.ref, Aborted("enough"))
     house.engine.abort(fits.ref, Aborted("enough"))
     assert house.is_clean
 

@@ -109,6 +109,10 @@ class LandingTable:
             self._living[ref, index] = LandingSlot((ref, index), want.content, slot)
         return True
 
+    def is_leased(self, ref: AttemptRef) -> bool:
+        """Whether something that landed for this attempt is still kept for it."""
+        return any(key[0] == ref for key in self._leased)
+
     def rows(self, ref: AttemptRef, item_index: int) -> torch.Tensor | None:
         """The embedding, if it has landed. It stays until `consumed` or `abandon`."""
         entry = self._leased.get((ref, item_index))

@@ -105,6 +105,7 @@ class LanguageEngine:
         self._under_way: Step | None = None
         self._stopping = False
         self._num_failed_turns = 0
+        self._has_met_bug = False
         self._beat_ns = clock.monotonic_ns()
         self._thread = threading.Thread(target=self._loop, name=f"{stage}-engine", daemon=True)
 
@@ -142,7 +143,8 @@ class LanguageEngine:
         """A prompt that waits for its reservation. One that no empty worker could hold fails at once."""
         sequence.queued_ns = self._clock.monotonic_ns()
         try:
-            if sequence.ref in self._living:
+            # One that was aborted may still have what a step under way reads, by its name.
+            if sequence.ref in self._living or self.landing.is_leased(sequence.ref):
                 raise StaleAttempt("this attempt is already under way")
             self._residency.check_fits(sequence)
             if len(self._waiting) >= self.limits.max_waiting and not sequence.plan.num_retractions:
@@ -255,8 +257,9 @@ class LanguageEngine:
         while not self._stopping:
             self._beat_ns = self._clock.monotonic_ns()
             try:
+                self._has_met_bug = False
                 self._turn()
-                self._num_failed_turns = 0
+                self._num_failed_turns = self._num_failed_turns + 1 if self._has_met_bug else 0
             except StepFailed:
                 self._num_failed_turns += 1
             except Exception:
@@ -294,14 +297,29 @@ class LanguageEngine:
         self._inbox.run_waiting(timeout_s=IDLE_WAIT_S if is_idle else 0)
 
     def _admit(self) -> None:
-        room = self.limits.max_sequences - len(self._running)
-        reserve = partial(self._residency.reserve, spare_pages=self.num_decoding)
+        room, spare_pages = self.limits.max_sequences - len(self._running), self.num_decoding
+        failed: list[tuple[Sequence, Exception]] = []
+
+        def reserve(sequence: Sequence) -> bool:
+            try:
+                return self._residency.reserve(sequence, spare_pages)
+            except Exception as error:
+                failed.append((sequence, error))
+                return False
+
         for sequence in self._waiting.admit(reserve, room, self._clock.monotonic_ns()):
             sequence.phase = advance(advance(sequence.phase, Phase.ADMITTED), Phase.RUNNING)
             sequence.timeline.add("queue", sequence.queued_ns)
             self._running.append(sequence)
             assert sequence.pages is not None
             self._tell(sequence, sequence.sink.admitted, sequence.pages.cached_tokens)
+        for sequence, error in failed:
+            self._give_up(sequence, error)
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+        """Ends one sequence with what went wrong with it. A bug counts against this turn."""
+        self._has_met_bug = self._has_met_bug or not isinstance(error, TriptychError)
+        self.abort(sequence.ref, _as_told(error))
 
     def _settle(self) -> bool:
         """Waits for the step under way and applies it: nothing is named by any step then. False when there was none."""
@@ -323,7 +341,7 @@ class LanguageEngine:
 
     def _launch(self, planned: list[tuple[Sequence, int]], before: Step | None) -> Step | None:
         start_ns = self._clock.monotonic_ns()
-        pieces = build_pieces(planned, before, lambda sequence, error: self.abort(sequence.ref, _as_told(error)))
+        pieces = build_pieces(planned, before, self._give_up)
         if not pieces:
             return None
         try:

@@ -5,7 +5,7 @@ Owned by the step loop and used on its thread only.
 
 from __future__ import annotations
 
-from triptych.core.errors import RequestTooLarge, Unavailable
+from triptych.core.errors import RequestTooLarge
 from triptych.core.plan import EmbeddingSource, Item
 from triptych.engine.landed_cache import Content
 from triptych.engine.landing import LandingTable, Wanted
@@ -24,8 +24,7 @@ class Residency:
         self._row_bytes = row_bytes
 
     def check_fits(self, sequence: Sequence) -> None:
-        """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room. Unavailable where
-        only the answer that a replay brings along is too much: that is not the caller's fault."""
+        """Raises RequestTooLarge for what an empty worker could not hold: it must not wait for room."""
         self.check_pages_fit(sequence)
         if not self._landing.can_ever_hold([self._slot_bytes(item) for item in sequence.plan.items]):
             raise RequestTooLarge("the pictures of this request do not fit the worker's landing arena; send fewer")
@@ -34,10 +33,13 @@ class Residency:
         """The same for its pages alone."""
         num_tokens, manager = self._most_tokens(sequence), self._manager
         is_too_large = manager.pages_for(num_tokens) > manager.num_usable
-        if is_too_large and sequence.plan.answer_ids:
-            raise Unavailable(
-                "the answer lost its place under memory pressure and is too long to be taken up again; "
-                "try again later or lower max_tokens"
+        if is_too_large and sequence.needs_handoff and sequence.plan.answer_ids:
+            # No retry helps while the pools are as they are, so it is the caller who hears what does.
+            most = manager.num_usable * manager.page_tokens
+            raise RequestTooLarge(
+                "the answer lost its place under memory pressure, and with what there is of it the prompt no longer "
+                f"fits a prefill worker, which holds {most} tokens. Lower max_tokens to "
+                f"{most - sequence.num_prompt + 1} or give prefill workers a larger KV pool (--kv-pool-bytes)"
             )
         if is_too_large:
             raise RequestTooLarge(
