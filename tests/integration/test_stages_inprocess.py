@@ -23,6 +23,7 @@ from tests.integration import tiny_cluster
 from tests.integration.answers import assert_same_answers
 from tests.integration.tiny_cluster import MAX_TOKENS, SMALL_POOL
 from tests.parity.prompts import draw_picture
+from tests.unit.test_engine_gauges import raised
 from triptych.core.clock import SystemClock
 from triptych.core.errors import (
     DeadlineExceeded,
@@ -637,3 +638,11 @@ async def test_a_grant_of_one_attempt_is_of_no_use_to_another(epd: InProcessClus
             pass
     call.cancel()
     await all_is_given_back(epd)
+
+
+async def test_what_a_stopped_worker_showed_is_at_rest(model_dir: Path) -> None:
+    names = "triptych_model_parameters", "triptych_embedding_cache_bytes"
+    async with InProcessCluster(model_dir, "mono") as cluster:
+        await cluster.generate(asked("what is this?", picture(1)))
+        assert len(raised(*names)) == 3, "of the language, of the tower, and what it keeps"
+    assert raised(*names) == {}
