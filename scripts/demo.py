@@ -27,6 +27,7 @@ from scripts.demo_model.questions import Turn, about_picture, about_pictures
 from scripts.demo_model.scenes import Grid, Kind, Scene, draw, evaluation_seed, make_scene
 from triptych.cli.chat import unreachable
 from triptych.cli.client import Answer, ChatClient, ChatFailed, picture_part
+from triptych.cli.display import write_what_the_terminal_can
 from triptych.cli.timeline_view import render, served_by
 
 SEEDS = 1 << 16
@@ -72,6 +73,7 @@ class Asked:
 
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
+    write_what_the_terminal_can()
     scenes = [
         make_scene(evaluation_seed(options.seed, index), grid, kind) for index, (kind, grid) in enumerate(PICTURES)
     ]

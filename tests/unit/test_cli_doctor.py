@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -169,8 +170,9 @@ def test_a_check_that_breaks_is_a_failure_that_says_so() -> None:
 
 
 def test_a_text_that_the_terminal_cannot_show_is_no_traceback(tmp_path: Path) -> None:
-    code = "from triptych.cli import doctor; from triptych.cli.checks.finding import ok; "
-    code += "doctor.report(iter([ok('x', 'caf\\u00e9 \\udcff')]), as_table=True)"
+    code = "from triptych.cli import doctor, main; from triptych.cli.checks.finding import ok; "
+    code += "main.run = lambda _: doctor.report(iter([ok('x', 'caf\\u00e9 \\udcff')]), as_table=True)\n"
+    code += "raise SystemExit(main.entry())"
     environ = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(main.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -265,6 +267,18 @@ def test_python_dash_m_triptych_is_the_command() -> None:
     assert said("--version") == (0, ours.stdout, "")
     assert said("--help")[1] == run("--help").stdout
     assert said("upp") == (1, "", run("upp").stderr)
+
+
+@pytest.mark.parametrize(("encoding", "mark"), [("latin-1", "\\u25cf"), ("utf-8", "●")])
+def test_a_terminal_that_has_not_our_signs_ends_no_command(encoding: str, mark: str) -> None:
+    code = (
+        "from triptych.cli import display, main; main.run = lambda _: display.make_display().update({'a': 'ready'})\n"
+    )
+    code += "raise SystemExit(main.entry())"
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=False, timeout=50)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode(encoding).split()[:3] == [mark, "a", "ready"]
 
 
 def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

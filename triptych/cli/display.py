@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Mapping
@@ -62,6 +63,12 @@ class LiveDisplay(_Clocked):
         """Below the rows, which from now on stay as they are."""
         self._rows = 0
         print(text, file=self._out, flush=True)
+
+
+def write_what_the_terminal_can() -> None:
+    """From here on a character that standard output's encoding has not is written as an escape, and ends nothing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def make_display(out: TextIO | None = None) -> Display:

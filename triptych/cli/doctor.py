@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
@@ -63,8 +62,6 @@ def main(argv: Sequence[str]) -> int:
 
 def report(findings: Iterator[Finding], *, as_table: bool) -> int:
     """Prints each finding as it comes, or all as JSON; the exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what this terminal's encoding has not
     colours, seen = has_colours(sys.stdout), []
     for finding in findings:
         seen.append(finding)

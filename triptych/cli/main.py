@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from triptych.cli.display import write_what_the_terminal_can
 from triptych.cli.version import version
 from triptych.core.errors import StartupError
 from triptych.core.settings import run_main, suggestion
@@ -22,6 +23,7 @@ COMMANDS = {
 
 def entry() -> int:
     """The exit status: 0 done, 1 could not start or failed, 130 interrupted."""
+    write_what_the_terminal_can()
     try:
         return run_main(lambda: run(sys.argv[1:]))
     except KeyboardInterrupt:
