@@ -28,12 +28,6 @@ class Reply:
     tokens: list[Token] = field(default_factory=list)
     reason: FinishReason | None = None
     error: TriptychError | None = None
-    complaint: str | None = None
-
-    def check(self) -> None:
-        """Raises what was wrong with what it heard: an engine takes no notice of listeners that raise."""
-        if self.complaint is not None:
-            raise StormFailed(self.complaint)
 
     @property
     def has_ended(self) -> bool:
@@ -63,8 +57,7 @@ class Reply:
 
     def _demand(self, holds: bool, what: str) -> None:
         if not holds:
-            self.complaint = self.complaint or f"{self.wish}: {what}"
-            raise StormFailed(self.complaint)
+            raise StormFailed(f"{self.wish}: {what}")
 
 
 class LogitsWitness:

@@ -152,8 +152,6 @@ class Yard:
             self.clock.advance_s(self.dice.choice([0.001, 0.001, 0.02, 1.0]))
             self.manager.check_integrity()
             self.witness.check()
-            for job in self.jobs:
-                job.reply.check()
             self.book.check()
             self._check_replies()
             if all(job.reply.has_ended for job in self.jobs):
