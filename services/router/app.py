@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
+from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
 from services.router.fetch import UrlFetcher, new_client
 from services.router.media import MediaLimits, MediaReader
@@ -117,7 +118,7 @@ async def router_app(
             context_tokens=cluster.context_tokens,
         )
         try:
-            yield build_api(chat, cluster.missing_roles)
+            yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes))
         finally:
             if client is not None:
                 await client.aclose()

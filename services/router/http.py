@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.router.byte_budget import ByteBudget, ByteLease
 from services.router.responses import INTERNAL_MESSAGE, Json, error_json
 from triptych.core.errors import CapacityError, InvalidRequest, PayloadTooLarge, TriptychError
 from triptych.core.ids import new_request_id
@@ -33,22 +34,26 @@ class JsonResponse(Response):
 
 class RequestScope:
     """Outermost: mints the request id (`scope["state"]["request_id"]`, `x-request-id`), counts every request by its
-    outcome, and turns what nobody caught into a bare 500."""
+    outcome, turns what nobody caught into a bare 500, and gives back the bytes that a request held
+    (`scope["state"]["held_bytes"]`)."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, budget: ByteBudget) -> None:
         self._app = app
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(send)
-        scope.setdefault("state", {})["request_id"] = exchange.request_id
+        lease = self._budget.lease()
+        scope.setdefault("state", {}).update(request_id=exchange.request_id, held_bytes=lease)
         chats = 1 if scope["path"] == CHAT_PATH else 0
         metrics.ROUTER_INFLIGHT.inc(chats)
         try:
             await self._run(scope, receive, exchange)
         finally:
+            lease.release()
             metrics.ROUTER_INFLIGHT.dec(chats)
             metrics.REQUESTS.labels(_endpoint(scope["path"]), str(exchange.status)).inc()
 
@@ -106,13 +111,16 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> object:
-    """Raises PayloadTooLarge without having read more than the limit, and InvalidRequest for what is no JSON."""
+    """Raises PayloadTooLarge without having read more than the limit, Overloaded when other requests hold too much, and
+    InvalidRequest for what is no JSON."""
+    held: ByteLease = request.state.held_bytes
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
         raise _body_too_large(max_bytes)
     body = bytearray()
     async for piece in request.stream():
         body += piece
+        held.take(len(piece))
         if len(body) > max_bytes:
             raise _body_too_large(max_bytes)
     try:

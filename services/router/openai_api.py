@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.router.byte_budget import ByteBudget
 from services.router.chat_request import ChatCompletionBody
 from services.router.chat_service import ChatService
 from services.router.http import CHAT_PATH, JsonResponse, RequestScope, on_http_error, on_triptych_error
@@ -27,11 +28,11 @@ _BODY_SCHEMA: dict[str, Any] = {
 }
 
 
-def build_api(chat: ChatService, missing_roles: Callable[[], tuple[Role, ...]]) -> FastAPI:
-    """`missing_roles()`: the stages without a ready worker."""
+def build_api(chat: ChatService, missing_roles: Callable[[], tuple[Role, ...]], budget: ByteBudget) -> FastAPI:
+    """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold."""
     # A redirect would name whatever host the caller wrote into its Host header.
     app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(RequestScope)
+    app.add_middleware(RequestScope, budget=budget)
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
     _add_chat(app, chat)

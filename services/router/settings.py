@@ -31,6 +31,9 @@ class RouterSettings:
         default=256, metadata={"help": "requests that may wait for room; one more is a 429", "min": 0, "max": 1_000_000}
     )
     max_body_bytes: int = field(default=64 * _MIB, metadata={"help": "size of a request's body", "min": 1024})
+    max_held_bytes: int = field(
+        default=1024 * _MIB, metadata={"help": "bodies and fetched pictures of all requests together", "min": 1024}
+    )
     max_media_items: int = field(default=16, metadata={"help": "pictures in one request", "min": 0, "max": 1024})
     max_media_bytes: int = field(default=20 * _MIB, metadata={"help": "encoded size of one picture", "min": 1})
     max_pixels: int = field(default=100_000_000, metadata={"help": "pixels of one picture", "min": 1})

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from services.router.app import Model
+from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
@@ -95,6 +96,7 @@ class Api:
         self.model = model
         self.missing: list[Role] = []
         self.tokenizer: Any = None
+        self.budget = ByteBudget(0)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -123,7 +125,9 @@ async def api(model: Model) -> AsyncIterator[Api]:
 
 
 @asynccontextmanager
-async def serve(model: Model, strict: bool = False, timeout_s: float = 5.0) -> AsyncIterator[Api]:
+async def serve(
+    model: Model, strict: bool = False, timeout_s: float = 5.0, max_held_bytes: int = 10**9
+) -> AsyncIterator[Api]:
     pipeline = ScriptedPipeline(model.tokenizer.tokenizer.encode(TEXT, add_special_tokens=False).ids)
     before = Image.MAX_IMAGE_PIXELS
     with ThreadPoolExecutor(2) as executor:
@@ -141,10 +145,12 @@ async def serve(model: Model, strict: bool = False, timeout_s: float = 5.0) -> A
             context_tokens=lambda: 512,
         )
         missing: list[Role] = []
-        app = build_api(chat, lambda: tuple(missing))
+        budget = ByteBudget(max_held_bytes)
+        app = build_api(chat, lambda: tuple(missing), budget)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             found = Api(app, client, pipeline, model.adapter.model_name)
+            found.budget = budget
             found.missing, found.tokenizer = missing, model.tokenizer.tokenizer
             yield found
     Image.MAX_IMAGE_PIXELS = before

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import re
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.router.app import Model
+from services.router.pipeline import Answer
 from tests.unit import router_house
 from tests.unit.router_house import Api, error_of, picture, serve
 
@@ -64,6 +66,35 @@ async def test_a_body_without_a_length_is_bounded_too(api: Api) -> None:
 
     response = await api.client.post("/v1/chat/completions", content=pieces())
     assert error_of(response, 413)["code"] == "payload_too_large"
+
+
+async def test_what_all_requests_hold_together_is_bounded_and_given_back(model: Model) -> None:
+    """The second comes while the first is being answered, which still holds its picture then."""
+    messages = [{"role": "user", "content": [picture(), {"type": "text", "text": "x " * 40}]}]
+    num_bytes = len(json.dumps(messages))
+    async with serve(model, max_held_bytes=2 * num_bytes) as api:
+        going, say = asyncio.Event(), api.pipeline.say
+
+        async def wait(answer: Answer) -> None:
+            await going.wait()
+            await say(answer)
+
+        api.pipeline.drive = wait
+        first = asyncio.create_task(api.chat(messages=messages))
+        async with asyncio.timeout(5):
+            while not api.pipeline.plans:  # noqa: ASYNC110 - the pipeline tells nobody
+                await asyncio.sleep(0.01)
+        assert num_bytes - 40 < api.budget.num_held < 2 * num_bytes
+        for stream in (False, True):
+            refused = await api.chat(messages=messages, stream=stream)
+            assert error_of(refused, 429)["code"] == "overloaded"
+        going.set()
+        assert (await first).status_code == 200
+        assert api.budget.num_held == 0
+        assert (await api.chat(messages=messages)).status_code == 200
+        for bad in (b"{", b"x" * 3 * num_bytes):
+            await api.client.post("/v1/chat/completions", content=bad)
+        assert api.budget.num_held == 0
 
 
 async def test_a_body_that_drips_ends_at_the_deadline(model: Model) -> None:

@@ -41,6 +41,7 @@ _UP = {
 _ROUTER = {
     "allow_url_fetch",
     "max_body_bytes",
+    "max_held_bytes",
     "max_media_bytes",
     "max_media_items",
     "max_pixels",
