@@ -9,6 +9,9 @@ from services.router.media import MediaReference
 from triptych.core.errors import InvalidRequest, ModalityUnsupported
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 
+# Of all messages together. A body of 64 MiB has room for millions, which would keep the event loop for seconds.
+MAX_PARTS = 16_384
+
 # `developer` is OpenAI's newer name for `system`.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _OTHER_MODALITIES = {
@@ -33,9 +36,16 @@ def parse_messages(
 
     Raises InvalidRequest or ModalityUnsupported, naming the message.
     """
+    _check_num_parts(messages)
     media: list[MediaReference] = []
     parsed = tuple(_parse_message(message, f"messages.{index}", media) for index, message in enumerate(messages))
     return parsed, tuple(media)
+
+
+def _check_num_parts(messages: Sequence[dict[str, Any]]) -> None:
+    contents = [message.get("content") for message in messages]
+    if sum(len(content) for content in contents if isinstance(content, list)) > MAX_PARTS:
+        raise InvalidRequest(f"all messages together may have at most {MAX_PARTS} parts", param="messages")
 
 
 def _parse_message(message: dict[str, Any], where: str, media: list[MediaReference]) -> ChatMessage:

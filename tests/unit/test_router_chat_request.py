@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
 
+from services.router.chat_messages import MAX_PARTS
 from services.router.chat_request import SamplingOptions, parse_chat_request
 from triptych.core.errors import InvalidRequest, ModalityUnsupported, RequestError
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
@@ -311,3 +313,19 @@ def test_malformed_messages(message: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         parse_chat_request(body(messages=[*HELLO, message]))
     assert (caught.value.param or "").startswith("messages.1")
+
+
+def test_the_parts_of_all_messages_are_bounded_together() -> None:
+    """Each costs the event loop a microsecond or more, and a body has room for millions."""
+
+    def conversation(num_messages: int, num_parts: int) -> dict[str, Any]:
+        content = [{"type": "text", "text": "x"}] * num_parts
+        return {"messages": [{"role": "user", "content": content}] * num_messages}
+
+    assert len(parse_chat_request(conversation(4, MAX_PARTS // 4)).messages) == 4
+    for num_messages, num_parts in ((4, MAX_PARTS // 4 + 1), (1, MAX_PARTS + 1), (1, 1_000_000)):
+        begun_s = time.thread_time()
+        with pytest.raises(InvalidRequest, match=str(MAX_PARTS)) as refused:
+            parse_chat_request(conversation(num_messages, num_parts))
+        assert refused.value.param == "messages"
+        assert time.thread_time() - begun_s < 0.2
