@@ -19,6 +19,9 @@ from triptych.obs.log import for_request
 
 CHAT_PATH = "/v1/chat/completions"
 _ENDPOINTS = frozenset({CHAT_PATH, "/v1/models", "/health", "/ready", "/metrics", "/openapi.json"})
+# What JSON takes to decode, on the event loop, goes by its values, and they by their commas: 64 MiB of nothing else are
+# seconds. No text that fits a model's context has nearly as many.
+MAX_COMMAS = 500_000
 _CLIENT_GONE = 499
 _RETRY_AFTER_S = "1"
 
@@ -123,6 +126,8 @@ async def read_json_body(request: Request, max_bytes: int) -> object:
         held.take(len(piece))
         if len(body) > max_bytes:
             raise _body_too_large(max_bytes)
+    if body.count(b",") > MAX_COMMAS:
+        raise InvalidRequest(f"a request's body may have at most {MAX_COMMAS} commas, in texts and between values")
     try:
         decoded: object = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.router import http
 from services.router.app import Model
 from services.router.pipeline import Answer
 from tests.unit import router_house
@@ -66,6 +67,17 @@ async def test_a_body_without_a_length_is_bounded_too(api: Api) -> None:
 
     response = await api.client.post("/v1/chat/completions", content=pieces())
     assert error_of(response, 413)["code"] == "payload_too_large"
+
+
+async def test_a_body_of_very_many_values_is_refused_before_it_is_decoded(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_COMMAS", 100)
+    assert (await api.chat(messages=[{"role": "user", "content": "a," * 90}])).status_code == 200
+    with monkeypatch.context() as patched:
+        patched.setattr(http.orjson, "loads", lambda _: pytest.fail("the body was decoded"))
+        response = await api.client.post("/v1/chat/completions", content=b"[" + b"0," * 101 + b"0]")
+    assert "commas" in error_of(response, 400)["message"]
 
 
 async def test_what_all_requests_hold_together_is_bounded_and_given_back(model: Model) -> None:
