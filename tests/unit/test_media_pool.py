@@ -440,3 +440,23 @@ def test_a_refusal_arrives_as_the_error_it_was() -> None:
     error: TriptychError = refusal(packed[REPLY.size :])
     assert isinstance(error, MediaInvalid) and error.message.startswith("wörds wörds")
     assert type(refusal(b"startup\nno such error here")) is MediaInvalid
+
+
+def test_the_depth_shown_is_what_waits_and_nothing_after_the_end() -> None:
+    depth = metrics.MEDIA_QUEUE_DEPTH._value
+    before = depth.get()
+    pool = MediaPool(replace(ALLOWED, max_waiting=2), SystemClock())  # no lane takes anything yet
+    waiting = [pool.submit(PICTURE, TARGET) for _ in range(2)]
+    with pytest.raises(NoRoom):
+        pool.submit(PICTURE, TARGET)
+    assert depth.get() == before + 2
+    pool.stop()
+    assert all(isinstance(each.exception(WAIT_S), Aborted) for each in waiting)
+    assert depth.get() == before
+    working = pool_of()
+    try:
+        for each in [working.submit(PICTURE, TARGET) for _ in range(5)]:
+            each.result(WAIT_S)
+        assert depth.get() == before
+    finally:
+        working.stop()

@@ -88,11 +88,13 @@ class MediaPool:
         with self._gate:
             if self._is_closed:
                 raise Aborted("the encoder is shutting down")
+            # Counted, not asked of the queue: by the time that an answer is shown a lane may have shown a later one.
+            metrics.MEDIA_QUEUE_DEPTH.inc()
             try:
                 self._queue.put_nowait(job)
             except queue.Full:
+                metrics.MEDIA_QUEUE_DEPTH.dec()
                 raise NoRoom("too many pictures wait to be decoded right now") from None
-        metrics.MEDIA_QUEUE_DEPTH.set(self._queue.qsize())
         return job.future
 
     def is_progressing(self) -> bool:
@@ -114,6 +116,8 @@ class MediaPool:
         with suppress(queue.Empty):  # not asked before: the lanes take from it too
             while True:
                 job = self._queue.get_nowait()
+                if job is not None:
+                    metrics.MEDIA_QUEUE_DEPTH.dec()
                 if job is not None and job.future.set_running_or_notify_cancel():
                     job.future.set_exception(Aborted("the encoder is shutting down"))
         for _ in self._lanes:
@@ -158,7 +162,7 @@ class _Lane:
         try:
             self._start_early()
             while (job := self._jobs.get()) is not None:
-                metrics.MEDIA_QUEUE_DEPTH.set(self._jobs.qsize())
+                metrics.MEDIA_QUEUE_DEPTH.dec()
                 if job.future.set_running_or_notify_cancel():
                     self._serve(job)
         finally:
