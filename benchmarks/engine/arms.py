@@ -11,6 +11,7 @@ from pathlib import Path
 from triptych.core.topology import kinds_of
 
 OURS = ("mono", "e-p-d")
+ROOT = Path(__file__).resolve().parents[2]
 GENERATE, CONTINUOUS, VLLM = "transformers-generate", "transformers-continuous", "vllm"
 # Of our two KV pools, of vLLM's, and of the batches of `generate` none: it grows as it needs.
 KV_BYTES = 1 << 30
@@ -53,6 +54,17 @@ class Launch:
     def line(self) -> str:
         """As one would type it."""
         return " ".join([*(f"{name}={value}" for name, value in self.variables.items()), *self.command])
+
+    def portable_line(self) -> str:
+        """The same for whoever reads it elsewhere: without the folders of this machine."""
+        return " ".join(_portable(word) for word in self.line().split(" "))
+
+
+def _portable(word: str) -> str:
+    if not word.startswith("/"):
+        return word
+    path = Path(word)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) and word != sys.executable else path.name
 
 
 def free_port() -> int:

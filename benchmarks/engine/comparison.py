@@ -72,7 +72,7 @@ def _start_all(
         except ValueError as error:
             results.missing[arm, case.name] = str(error)
             continue
-        results.commands[arm, case.name] = spec.line()
+        results.commands[arm, case.name] = spec.portable_line()
         print(f"  {arm}: {spec.line()}", flush=True)
         started[arm] = Running(spec, folder / f"{arm}.log")
         stack.callback(started[arm].stop)

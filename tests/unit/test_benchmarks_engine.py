@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
-from benchmarks.engine import cells, keys, report, samples, weights
-from benchmarks.engine.arms import CONTINUOUS, GENERATE, VLLM
+from benchmarks.engine import arms, cells, keys, report, samples, weights
+from benchmarks.engine.arms import CONTINUOUS, GENERATE, VLLM, Case
 from benchmarks.engine.budget import Budget
 from benchmarks.engine.client import AskFailed, ask
 from benchmarks.engine.experiments.overlap import chain_s
@@ -227,3 +227,15 @@ class _server:  # noqa: N801 - it is used like a function
         writer.write(b"0\r\n\r\n")
         await writer.drain()
         writer.close()
+
+
+def test_the_commands_that_are_written_name_no_folder_of_this_machine(tmp_path: Path) -> None:
+    case = Case("demo-vl", arms.ROOT / "assets" / "demo-vl", "float32", 80, True)
+    elsewhere = Case("other", tmp_path / "other", "float32", 80, True)
+    lines = [
+        arms.launch(arm, each, 2, tmp_path / "run", tmp_path / "venv" / "bin" / "python").portable_line()
+        for arm in case.arms
+        for each in (case, elsewhere)
+    ]
+    assert not [word for line in lines for word in line.split(" ") if word.startswith("/")]
+    assert "python -m triptych.cli up --topology mono --model assets/demo-vl" in lines[0]
