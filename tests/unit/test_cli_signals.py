@@ -14,7 +14,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
+    """Also where whoever started the tests ignores one, as nohup does."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in NUMBERS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
