@@ -26,6 +26,7 @@ import zmq.asyncio
 
 from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import Grant
+from triptych.faults import points
 from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, PayloadKind, pack
@@ -199,6 +200,8 @@ class ZmqCarrier:
                 return self._break(PeerLost("the other worker has stopped taking data"))
             except zmq.ZMQError:
                 return self._break(PeerLost("the data socket to the other worker broke"))
+            except TriptychError as error:
+                return self._break(error)
             except Exception:
                 _log.exception("data could not be sent")
                 return self._break(TriptychError(INTERNAL_MESSAGE))
@@ -206,10 +209,11 @@ class ZmqCarrier:
     async def _send(self, parcel: Parcel) -> None:
         size = len(parcel.data)
         for start in range(0, size, MAX_PAYLOAD_BYTES):
+            payload = parcel.data[start : start + MAX_PAYLOAD_BYTES]
+            await points.passing_async("link.before_frame", num_bytes=len(payload))
             if parcel.is_cancelled:
                 parcel.sent(size - start)
                 return
-            payload = parcel.data[start : start + MAX_PAYLOAD_BYTES]
             header = replace(parcel.header, offset=parcel.header.offset + start, length=len(payload))
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 # Without a copy: libzmq holds the payload until it is out, and nobody changes it.
