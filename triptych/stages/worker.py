@@ -33,6 +33,7 @@ from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer, add_describe
+from triptych.rpc.tls import ClusterTls, load_tls
 from triptych.stages.data_port import open_data_port
 from triptych.stages.decode import DecodeParts, DecodeStage
 from triptych.stages.embeddings import EmbeddingSupply
@@ -45,6 +46,7 @@ from triptych.stages.media import media_limits
 from triptych.stages.prefill import PrefillParts, PrefillStage
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 from triptych.stages.tasks import Background
+from triptych.transport.curve import CurveKeys
 from triptych.transport.layout import embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.names import SHM, TRANSPORT_CHOICES
@@ -148,6 +150,7 @@ class Worker:
     async def start(self) -> None:
         """Loads, listens, and appears in the registry as READY."""
         common = self._plan.common
+        self._tls: ClusterTls | None = load_tls(common.tls_files)
         folder = RuntimeFolder(common.runtime_dir)
         self._registry = StaticRegistry(folder)
         compute = choose_compute(common.device, common.dtype)
@@ -163,11 +166,12 @@ class Worker:
             common.host,
             common.port,
             token=token,
+            tls=self._tls,
             insecure_network=common.insecure_network,
             progress=lambda: all(engine.is_progressing() for engine in self._engines),
         )
         try:
-            await self._build(adapter, compute, ChannelPool(token))
+            await self._build(adapter, compute, ChannelPool(token, self._tls))
             await self._open(adapter)
         except BaseException:
             await self.stop()
@@ -191,7 +195,11 @@ class Worker:
             self._transports, data_port = await open_data_port(self._plan.common, self._exit)
         endpoint = Endpoint(self.ref, host_id(), self._transports)
         pool = self.link_pool = LinkPool(
-            endpoint, partial(transfer_stub, channels), receivers, strict=self._plan.common.strict
+            endpoint,
+            partial(transfer_stub, channels),
+            receivers,
+            strict=self._plan.common.strict,
+            new_keys=_no_keys if self._tls is None else CurveKeys.make,
         )
         language = self._plan.language
         page_tokens = language.page_tokens if language is not None else 0
@@ -328,7 +336,8 @@ class Worker:
         common = self._plan.common
         add_describe(self._server, self._describe)
         port = await self._server.start()
-        metrics_port = metrics.serve_metrics(common.host, common.metrics_port)
+        https = None if self._tls is None else self._tls.https
+        metrics_port = metrics.serve_metrics(common.host, common.metrics_port, https)
         watcher = asyncio.create_task(self._registry.run(), name="registry")
         self._exit.callback(watcher.cancel)
         language = self._plan.language
@@ -366,6 +375,10 @@ class Worker:
     def _describe(self) -> WorkerInfo:
         assert self.info is not None
         return self.info
+
+
+def _no_keys() -> None:
+    """For links that encrypt nothing."""
 
 
 def _gauges_at_rest() -> None:

@@ -30,6 +30,7 @@ from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import FinishReason, Plan, Token
 from triptych.core.timeline import TimelineEvent
+from triptych.core.tls_files import TlsFiles
 from triptych.core.topology import kinds_of
 from triptych.core.worker import Role
 from triptych.model.adapters.base import Adapter
@@ -37,6 +38,7 @@ from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool
+from triptych.rpc.tls import load_tls
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 from triptych.stages.worker import Worker, WorkerPlan
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
@@ -113,12 +115,14 @@ class InProcessCluster:
         num_encoders: int = 1,
         num_monos: int = 1,
         transport: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
         self._kinds = kinds_of(topology)
         self._dtype = dtype
         self._transport = transport or "auto"
+        self._tls = tls
         self._language = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
@@ -145,7 +149,7 @@ class InProcessCluster:
             self._exit.push_async_callback(worker.stop)
         registry = StaticRegistry(self._runtime)
         registry.refresh()
-        channels = ChannelPool(self._runtime.token())
+        channels = ChannelPool(self._runtime.token(), load_tls(self._tls))
         self._exit.push_async_callback(channels.close)
         self.pipeline = Pipeline(registry, channels, AdmissionQueue(1024), SystemClock())
         tokenizer = ChatTokenizer(self.adapter.model_dir, self.adapter.image_placeholder_id)
@@ -248,6 +252,9 @@ class InProcessCluster:
             dtype=self._dtype,
             device="cpu",
             transport=self._transport,
+            tls_cert=None if self._tls is None else self._tls.cert,
+            tls_key=None if self._tls is None else self._tls.key,
+            tls_ca=None if self._tls is None else self._tls.ca,
         )
 
 

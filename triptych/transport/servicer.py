@@ -351,7 +351,8 @@ class Conversation:
 
     def _open_landings(self) -> DataAddress:
         assert self._data_port is not None, "the transport was offered"
-        self._landings = self._data_port.open_session(self._mapping_id)
+        assert self._session.greeting is not None
+        self._landings = self._data_port.open_session(self._mapping_id, self._session.greeting.curve_key)
         return replace(self._data_port.address, session_key=self._landings.session_key)
 
     def _close_landings(self) -> None:

@@ -124,9 +124,10 @@ class SenderSession:
     _sequence: int = 0
     _outstanding: dict[int, Asked] = field(default_factory=dict)
 
-    def hello(self) -> wire.SessionRequest:
+    def hello(self, curve_key: bytes = b"") -> wire.SessionRequest:
+        """`curve_key`: the public one of the data connection that may follow, where that is to be encrypted."""
         self.state = _NEXT[self.state, "hello"]
-        greeting = frames.Greeting(self.me, self.kind, self.layout_fingerprint)
+        greeting = frames.Greeting(self.me, self.kind, self.layout_fingerprint, curve_key)
         return frames.greeting_to_frame(self._sequence, greeting)
 
     def welcome(self, frame: wire.SessionResponse) -> frames.Welcome | TriptychError:

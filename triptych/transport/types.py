@@ -158,8 +158,10 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class DataAddress:
-    """Where a session's data frames go and what they must show. `socket_path` is empty when there is no such socket."""
+    """Where a session's data frames go and what they must show. `socket_path` is empty when there is no such socket,
+    `curve_key` (the port's public one) where TCP is not encrypted."""
 
     socket_path: str = ""
     port: int = 0
     session_key: bytes = field(default=b"", repr=False)
+    curve_key: bytes = b""

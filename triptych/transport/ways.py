@@ -9,10 +9,12 @@ import zmq.asyncio
 
 from triptych.core.errors import TransferRefused, TriptychError
 from triptych.transport.carrier import Carrier, MemoryCarrier
+from triptych.transport.curve import CurveKeys
 from triptych.transport.frames import Welcome
 from triptych.transport.names import SHM, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.shm import SharedSegment
 from triptych.transport.zmq_carrier import ZmqCarrier
+from triptych.transport.zmq_gate import Admission, CurveAdmission, PlainAdmission
 
 
 class WayBlocked(Exception):
@@ -46,10 +48,16 @@ class DataSockets:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """How one receiver's arena can be reached. `host` is the receiver's, from the registry: an address from anywhere
-    else is never dialled."""
+    else is never dialled. `keys` are this link's own, where what goes by TCP must be encrypted."""
 
     sockets: DataSockets
     host: str
+    keys: CurveKeys | None = None
+
+    @property
+    def curve_key(self) -> bytes:
+        """The public key for the greeting."""
+        return b"" if self.keys is None else self.keys.public
 
     async def open(self, welcome: Welcome, broken: Callable[[TriptychError], None]) -> Carrier:
         """Raises TransferRefused when it cannot be. `broken` is called when it stops working later."""
@@ -65,9 +73,20 @@ class Ways:
             welcome.data.session_key,
             welcome.segment_bytes,
             broken,
+            self._admission(welcome),
         )
         await carrier.connect()
         return carrier
+
+    def _admission(self, welcome: Welcome) -> Admission:
+        """Who could be told to send in clear what must not be would be downgraded by whoever tells."""
+        if welcome.transport == ZMQ_IPC:
+            return PlainAdmission(welcome.mapping_id, welcome.data.session_key)
+        if (self.keys is None) != (not welcome.data.curve_key):
+            raise TransferRefused("one of the two workers encrypts its data connections and the other does not")
+        if self.keys is None:
+            return PlainAdmission(welcome.mapping_id, welcome.data.session_key)
+        return CurveAdmission(self.keys, welcome.data.curve_key)
 
     def _endpoint(self, welcome: Welcome) -> str:
         data = welcome.data

@@ -33,7 +33,7 @@ from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, Payload
 from triptych.transport.pages import PageSource, granted_pages, pages_in
 from triptych.transport.session import check_slot
 from triptych.transport.types import SlotGrant
-from triptych.transport.zmq_gate import credentials
+from triptych.transport.zmq_gate import Admission, PlainAdmission
 
 LABEL: Final = "zmq"
 SEND_HIGH_WATER: Final = 16
@@ -89,6 +89,7 @@ class ZmqCarrier:
         endpoint: `ipc://path` or `tcp://host:port`.
         session, session_key, arena_bytes: from the receiver's welcome.
         broken: called once when the peer takes no more data, with why.
+        admission: what the socket shows when it connects; the session's key, if not given.
     """
 
     label = LABEL
@@ -101,6 +102,7 @@ class ZmqCarrier:
         session_key: bytes,
         arena_bytes: int,
         broken: Callable[[TriptychError], None],
+        admission: Admission | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._session = session
@@ -121,7 +123,7 @@ class ZmqCarrier:
         self._socket.tcp_keepalive_idle = KEEPALIVE_IDLE_S
         self._socket.sndhwm = SEND_HIGH_WATER
         self._socket.immediate = True  # frames wait for a peer here, where they are counted, not in a pipe to nobody
-        self._socket.plain_username, self._socket.plain_password = credentials(session, session_key)
+        (admission or PlainAdmission(session, session_key)).prepare(self._socket)
         self._socket.ipv6 = endpoint.startswith("tcp://[")
 
     async def connect(self) -> None:
