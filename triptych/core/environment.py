@@ -25,18 +25,7 @@ OTHER_VARIABLES = frozenset(
     }
 )
 
-_EVERYWHERE = {
-    "host",
-    "log_format",
-    "log_level",
-    "model",
-    "port",
-    "runtime_dir",
-    "strict",
-    "tls_ca",
-    "tls_cert",
-    "tls_key",
-}
+_EVERYWHERE = {"host", "log_format", "log_level", "model", "port", "runtime_dir", "strict"}
 _UP = {
     "encoder_nice",
     "topology",

@@ -1,1 +1,0 @@
-"""Our transports against memcpy, raw pyzmq, gRPC, NIXL and Mooncake, and what a request feels of them."""
