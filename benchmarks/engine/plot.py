@@ -32,7 +32,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for index, (arm, colour) in enumerate(COLOURS.items()):
         left = 20 + index * 200
         pen.rectangle((left, height - 28, left + 14, height - 14), fill=colour)
-        pen.text((left + 20, height - 30), arm, fill="black", font=_font())
+        pen.text((left + 20, height - 30), arm, fill="black", font=font())
     path.parent.mkdir(parents=True, exist_ok=True)
     picture.save(path)
 
@@ -41,7 +41,7 @@ def _chart(
     pen: ImageDraw.ImageDraw, rows: Sequence[Mapping[str, Any]], figure: str, title: str, corner: tuple[int, int]
 ) -> None:
     left, top = corner
-    pen.text((left + 20, top + 8), title, fill="black", font=_font())
+    pen.text((left + 20, top + 8), title, fill="black", font=font())
     groups = sorted({(row["workload"], row["concurrency"]) for row in rows})
     most = max((row[figure] or 0 for row in rows), default=0) or 1
     room = (PANEL[0] - 40) / max(1, len(groups))
@@ -49,7 +49,7 @@ def _chart(
     for index, group in enumerate(groups):
         x = left + 20 + index * room
         name = f"{group[0].replace('pictures', 'pic')}\nc{group[1]}"
-        pen.multiline_text((x, floor + 4), name, fill="black", font=_font(9))
+        pen.multiline_text((x, floor + 4), name, fill="black", font=font(9))
         arms = [
             row for arm in COLOURS for row in rows if (row["workload"], row["concurrency"], row["arm"]) == (*group, arm)
         ]
@@ -58,8 +58,8 @@ def _chart(
             tall = BAR_ROOM * (row[figure] or 0) / most
             edge = x + place * bar
             pen.rectangle((edge, floor - tall, edge + bar - 1, floor), fill=COLOURS[row["arm"]])
-            pen.text((edge, floor - tall - 11), f"{row[figure] or 0:.0f}", fill="black", font=_font(8))
+            pen.text((edge, floor - tall - 11), f"{row[figure] or 0:.0f}", fill="black", font=font(8))
 
 
-def _font(size: int = 12) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def font(size: int = 12) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)

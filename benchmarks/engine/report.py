@@ -50,7 +50,7 @@ def _row(results: Results, arm: str, where: Place) -> dict[str, Any]:
         "peak_rss_bytes": results.peaks.get((arm, case)),
         "answers_as_generate": _alike(results, arm, where),
     }
-    return {name: _rounded(value) for name, value in row.items()}
+    return {name: rounded(value) for name, value in row.items()}
 
 
 def _alike(results: Results, arm: str, where: Place) -> float | None:
@@ -61,7 +61,7 @@ def _alike(results: Results, arm: str, where: Place) -> float | None:
     return sum(one.strip() == other.strip() for one, other in zip(mine, theirs, strict=True)) / len(mine)
 
 
-def _rounded(value: object) -> object:
+def rounded(value: object) -> object:
     if isinstance(value, float):
         return round(value, 3) if math.isfinite(value) else None
     return value

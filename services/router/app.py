@@ -38,6 +38,7 @@ from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool
+from triptych.rpc.tls import load_tls
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.token_bytes import TokenBytes
 from triptych.text.tokenizer import ChatTokenizer
@@ -132,9 +133,10 @@ async def serve(settings: RouterSettings) -> None:
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     if settings.ready_file is not None:
         check_ready_file(settings.ready_file)
+    tls = load_tls(settings.tls_files)
     model = Model(settings.model)
     folder = RuntimeFolder(settings.runtime_dir)
-    registry, channels = StaticRegistry(folder), ChannelPool(folder.token())
+    registry, channels = StaticRegistry(folder), ChannelPool(folder.token(), tls)
     cluster = Cluster(registry, model.adapter)
     with _listen(settings.host, settings.port) as listener, unwrapped_group():
         async with router_app(settings, model, cluster, channels) as app:

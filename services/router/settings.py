@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.settings import load_settings
+from triptych.core.tls_files import TlsSettings
 from triptych.obs.log import LEVELS
 
 SERVICE = "router"
@@ -14,7 +15,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class RouterSettings:
+class RouterSettings(TlsSettings):
     model: Path = field(metadata={"help": "folder of the checkpoint that the workers serve"})
     host: str = field(default="127.0.0.1", metadata={"help": "address of the HTTP API"})
     port: int = field(

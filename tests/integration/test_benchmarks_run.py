@@ -1,4 +1,5 @@
-"""`python -m benchmarks.engine` as a program: in no time, and with TRIPTYCH_VERIFY=full in as much as it needs."""
+"""`python -m benchmarks.engine` and `benchmarks.transport` as programs: in little time, and with TRIPTYCH_VERIFY=full
+in as much as they need."""
 
 from __future__ import annotations
 
@@ -36,3 +37,20 @@ def test_one_figure_is_measured_or_null_with_a_reason(tmp_path: Path) -> None:
     else:
         assert written[KEY] is None and "it was not ready after" in written["notes"][KEY]
     assert list(temporary.glob("triptych*")) == [], "the cluster that was started has gone, and its folder with it"
+
+
+@pytest.mark.parametrize("key", ["shm_round_trip_us_64kib", *(["kv_hidden_share_throttled"] if IS_FULL else [])])
+def test_a_transport_is_measured_between_two_processes(tmp_path: Path, key: str) -> None:
+    folder, temporary = tmp_path / "results", tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-m", "benchmarks.transport", "--quick", "--only", key, "--seconds", "115"]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [*command, "--json", "--out", str(folder)], env=environ, capture_output=True, text=True, check=True
+    )
+    said, written = json.loads(done.stdout), json.loads((folder / "transport.json").read_text())
+    assert said == written
+    assert (written["notes"], written["missing"]) == ({}, [])
+    assert 0 < written[key] < 1e6
+    assert (folder / "transport.png").stat().st_size > 0 and key in (folder / "transport.md").read_text()
+    assert list(temporary.glob("triptych*")) == [], "what was started has gone, and its folder with it"

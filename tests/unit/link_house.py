@@ -25,6 +25,7 @@ from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer
 from triptych.testing.receivers import FakeEmbeddingReceiver, FakeKvReceiver
 from triptych.transport.carrier import WriterEvents
+from triptych.transport.curve import CurveKeys
 from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link import AskingLink
 from triptych.transport.link_pool import LinkPool
@@ -98,13 +99,18 @@ class Host:
 
 
 @asynccontextmanager
-async def running(epoch: int = 21, arena_bytes: int = ARENA_BYTES, data_host: str = "127.0.0.1") -> AsyncIterator[Host]:
+async def running(
+    epoch: int = 21,
+    arena_bytes: int = ARENA_BYTES,
+    data_host: str = "127.0.0.1",
+    keys: CurveKeys | None = None,
+) -> AsyncIterator[Host]:
     segments = [SharedSegment.create(arena_bytes, kind) for kind in ("embed", "kv")]
     embedding = FakeEmbeddingReceiver(Arena.shared(ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, segments[0]))
     kv = FakeKvReceiver(Arena.shared(ArenaKind.KV, KV_LAYOUT, segments[1], PAGES))
     me = Endpoint(WorkerRef("prefill-1", epoch), host_id(), TRANSPORTS)
     sockets = tempfile.TemporaryDirectory(prefix="triptych-test-")
-    data_port = DataPort(data_host, 0, data_socket_path(Path(sockets.name), "prefill-1"))
+    data_port = DataPort(data_host, 0, data_socket_path(Path(sockets.name), "prefill-1"), keys=keys)
     await data_port.open()
     servicer = TransferServicer(me, Receivers(embedding, kv), data_port)
     server = RpcServer("127.0.0.1", 0, token=TOKEN)

@@ -206,3 +206,19 @@ def test_threads_that_have_their_cores_wait_as_they_like(threads: int, cores: in
     settings = UpSettings(topology="e-p-d", threads=threads)
     assert {spec.variables for spec in _workers(settings, cores)} == {()}
     assert layout.notices(settings, 8000, cores) == []
+
+
+def test_every_process_gets_the_clusters_certificate_and_without_one_none() -> None:
+    settings = UpSettings(tls_cert=Path("/t/c.pem"), tls_key=Path("/t/k.pem"), tls_ca=Path("relative/ca.pem"))
+    for specs, is_given in ((_all_specs(settings), True), (_all_specs(UpSettings()), False)):
+        for spec in specs:
+            flags = dict(zip(spec.flags[::2], spec.flags[1::2], strict=True))
+            assert ("--tls-cert" in flags) == is_given
+            if is_given:
+                assert (flags["--tls-cert"], flags["--tls-key"]) == ("/t/c.pem", "/t/k.pem")
+                assert flags["--tls-ca"] == str(Path("relative/ca.pem").absolute())
+
+
+def _all_specs(settings: UpSettings) -> list[layout.ProcessSpec]:
+    workers = layout.workers(settings, MODEL, RUNTIME, 1, lambda host, port: True)
+    return [*workers, layout.router(settings, MODEL, RUNTIME, 8000)]

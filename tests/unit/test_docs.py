@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("services/**/*.md")])
 README = (ROOT / "README.md").read_text()
 # Written by the benchmarks and by those who convert checkpoints.
-MADE_LATER = {"engine.json", "engine.md", "engine.png", "model.safetensors.index.json", "config.json"}
+MADE_LATER = {
+    *("engine.json", "engine.md", "engine.png", "transport.json", "transport.md", "transport.png"),
+    *("model.safetensors.index.json", "config.json"),
+}
 FOLDERS = ("triptych", "services", "proto", "docs", "tests", "benchmarks", "scripts", "assets")
 
 

@@ -19,16 +19,18 @@ from tests.unit.engine_house import House, heard
 from tests.unit.link_house import EMBEDDING_LAYOUT, KV_LAYOUT, REF, Host, send
 from tests.unit.test_engine_encoder import FakeTower
 from tests.unit.test_stages_embeddings import Encoder
+from tests.unit.zmq_house import slot_of, zmq_link
 from triptych.core.clock import SystemClock
 from triptych.core.errors import NoRoom, PeerLost, StartupError, Unavailable
-from triptych.core.failpoints import POINTS, Delay, Exit, Fail, FailpointRule, Kill, parse_failpoints
+from triptych.core.failpoints import POINTS, Delay, Exit, Fail, FailpointRule, Kill, Throttle, parse_failpoints
 from triptych.core.grant import Grant
-from triptych.core.plan import Grid, Token
+from triptych.core.plan import EmbeddingSource, Grid, Token
 from triptych.engine.encoder import EncodeEngine
 from triptych.engine.loop import LanguageEngine
 from triptych.faults import points
 from triptych.obs import metrics
 from triptych.testing.failpoints import armed
+from triptych.transport.layout import checksum64
 
 PAGE = Path(__file__).parents[2] / "docs" / "failpoints.md"
 host = link_house.host
@@ -49,6 +51,13 @@ host = link_house.host
         ),
         ("link.before_commit=error(peer_lost)*3", [FailpointRule("link.before_commit", Fail("peer_lost"), count=3)]),
         (
+            "link.before_frame=throttle(20)*2; link.before_frame=throttle(1.5, worker=p)",
+            [
+                FailpointRule("link.before_frame", Throttle(20.0), count=2),
+                FailpointRule("link.before_frame", Throttle(1.5), worker="p"),
+            ],
+        ),
+        (
             "prefill.before_step = exit; prefill.before_step=exit(7)@.5",
             [
                 FailpointRule("prefill.before_step", Exit(1)),
@@ -66,7 +75,7 @@ def test_what_is_written_is_what_holds(text: str, rules: list[FailpointRule]) ->
     [
         ("nonsense", r"'nonsense' is not understood: it should read name=action"),
         ("encoder.nowhere=kill", "there is no encoder.nowhere; failpoints are decode.before_step, "),
-        ("link.before_commit=explode", "there is no action explode; actions are delay, error, exit, kill"),
+        ("link.before_commit=explode", "there is no action explode; actions are delay, error, exit, kill, throttle"),
         ("link.before_commit=delay", "delay takes milliseconds"),
         ("link.before_commit=delay(soon)", "delay takes milliseconds"),
         ("link.before_commit=delay(1e9)", "delay takes milliseconds"),
@@ -81,6 +90,10 @@ def test_what_is_written_is_what_holds(text: str, rules: list[FailpointRule]) ->
         ("link.before_commit=kill@1.5", "a probability is above 0"),
         ("link.before_commit=kill@1.2.3", "a probability is above 0"),
         ("link.before_commit=delay(1, item=2)", "'item=2' cannot be asked of link.before_commit, but worker="),
+        ("link.before_frame=throttle", "throttle takes bytes a second, at least 1"),
+        ("link.before_frame=throttle(0.5)", "throttle takes bytes a second, at least 1"),
+        ("link.before_frame=throttle(1, 2)", "throttle takes bytes a second, at least 1"),
+        ("link.before_commit=throttle(1000)", "only link.before_frame knows how many bytes pass"),
         ("encoder.encode_item=delay(1, item=x)", "item= needs the number"),
         ("encoder.encode_item=delay(1, item=1, item=2)", "'item=2' cannot be asked"),
         ("encoder.encode_item=delay(1)x", "it should read"),
@@ -249,3 +262,20 @@ async def test_a_commit_is_slow_or_fails(host: Host, kind: str) -> None:
         await commit()
     assert time.monotonic() - start >= 0.12
     await pool.close()
+
+
+async def test_data_frames_leave_as_slowly_as_told_or_break_the_link(host: Host) -> None:
+    data = memoryview(bytes(range(250)) * 4)
+    async with zmq_link(host) as link:
+        grant = await slot_of(link, len(data))
+        start = time.monotonic()
+        with armed("link.before_frame=throttle(5000)"):
+            await link.write_slot(grant, data)
+        assert time.monotonic() - start >= len(data) / 5000
+        await link.commit_embedding(REF, 0, grant, EmbeddingSource.REMOTE, checksum64(data))
+        assert host.embedding.landed[REF, 0].data == data
+        grant = await slot_of(link, len(data))
+        with armed("link.before_frame=error(peer_lost)"), pytest.raises(PeerLost, match=r"link\.before_frame"):
+            await link.write_slot(grant, data)
+        async with asyncio.timeout(5):
+            await link.closed.wait()

@@ -11,22 +11,28 @@ import zmq.asyncio
 from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, KV_LAYOUT, REF, Host, sender_by
 from triptych.obs import metrics
 from triptych.rpc.client import transfer_stub
+from triptych.transport.curve import CurveKeys
 from triptych.transport.receiver_link import ReceiverLink
 from triptych.transport.types import ArenaKind, SlotGrant
 from triptych.transport.ways import DataSockets, Ways
 from triptych.transport.zmq_carrier import ZmqCarrier
+from triptych.transport.zmq_gate import Admission
 
 WAYS = ("zmq-ipc", "zmq-tcp")
 
 
 @asynccontextmanager
 async def zmq_link(
-    host: Host, way: str = "zmq-tcp", kind: ArenaKind = ArenaKind.EMBEDDING, address: str = "127.0.0.1"
+    host: Host,
+    way: str = "zmq-tcp",
+    kind: ArenaKind = ArenaKind.EMBEDDING,
+    address: str = "127.0.0.1",
+    keys: CurveKeys | None = None,
 ) -> AsyncIterator[ReceiverLink]:
     sockets = DataSockets()
     layout = EMBEDDING_LAYOUT if kind is ArenaKind.EMBEDDING else KV_LAYOUT
     link = ReceiverLink(sender_by(way, host), host.info.ref, kind, layout)
-    await link.connect(transfer_stub(host.channels, host.info), Ways(sockets, address))
+    await link.connect(transfer_stub(host.channels, host.info), Ways(sockets, address, keys))
     try:
         yield link
     finally:
@@ -45,12 +51,16 @@ def dropped(reason: str) -> float:
 
 
 @asynccontextmanager
-async def raw_socket(host: Host, username: bytes, password: bytes) -> AsyncIterator[zmq.asyncio.Socket]:
+async def raw_socket(
+    host: Host, username: bytes, password: bytes, admission: Admission | None = None
+) -> AsyncIterator[zmq.asyncio.Socket]:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PUSH)
     socket.linger, socket.immediate = 0, True
     if username:
         socket.plain_username, socket.plain_password = username, password
+    if admission is not None:
+        admission.prepare(socket)
     socket.connect(f"tcp://127.0.0.1:{host.data_port.address.port}")
     try:
         yield socket

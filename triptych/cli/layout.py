@@ -91,7 +91,7 @@ def workers(settings: UpSettings, model: Path, runtime: Path, cores: int, take_p
             flags["--transport"] = settings.transport
         if kind.service == "prefill":
             flags["--also"] = ",".join(kind.also)  # even if empty: the topology decides, not the file
-        specs.append(ProcessSpec(name, kind.service, _flat(flags), waiting))
+        specs.append(ProcessSpec(name, kind.service, _flat(flags | _tls_flags(settings)), waiting))
     return specs
 
 
@@ -111,7 +111,7 @@ def _take_none(_host: str, _port: int) -> bool:
 
 def router(settings: UpSettings, model: Path, runtime: Path, port: int) -> ProcessSpec:
     flags = {"--model": str(model), "--runtime-dir": str(runtime), "--host": settings.host, "--port": str(port)}
-    return ProcessSpec("router", "router", _flat(flags))
+    return ProcessSpec("router", "router", _flat(flags | _tls_flags(settings)))
 
 
 def overridden(specs: Sequence[ProcessSpec], tables: Mapping[str, Mapping[str, object]]) -> list[str]:
@@ -122,6 +122,15 @@ def overridden(specs: Sequence[ProcessSpec], tables: Mapping[str, Mapping[str, o
         for role, names in ours.items()
         for name in sorted(names & set(tables.get(role, {})))
     ]
+
+
+def _tls_flags(settings: UpSettings) -> dict[str, str]:
+    """One set of files for all. Absolute: a process may have another working folder."""
+    files = settings.tls_files
+    if files is None:
+        return {}
+    named = {"--tls-cert": files.cert, "--tls-key": files.key, "--tls-ca": files.ca}
+    return {flag: str(path.absolute()) for flag, path in named.items()}
 
 
 def _wanted(settings: UpSettings) -> list[tuple[WorkerKind, int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.errors import StartupError
+from triptych.core.tls_files import TlsSettings
 from triptych.core.topology import COUNTS, TOPOLOGIES, check_counts
 from triptych.transport.names import TRANSPORT_CHOICES
 
@@ -13,7 +14,7 @@ DEFAULT_PORT = 8000
 
 
 @dataclass(frozen=True, slots=True)
-class UpSettings:
+class UpSettings(TlsSettings):
     """Flags, variables and the table [up] of the file. Services read the same file, each its own table."""
 
     model: Path | None = field(default=None, metadata={"help": "folder of the checkpoint; without it the bundled one"})
@@ -64,6 +65,7 @@ class UpSettings:
     startup_timeout: float = field(default=180.0, metadata={"min": 1, "help": "seconds until a start has failed"})
 
     def __post_init__(self) -> None:
+        TlsSettings.__post_init__(self)  # `super()` does not know a dataclass with slots
         check_counts(self.topology, self.counts)
 
     @property

@@ -21,6 +21,7 @@ from triptych.core.settings import config_path, config_tables, load_settings
 from triptych.core.worker import Role
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
+from triptych.rpc.tls import load_tls
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if config := config_path(argv, os.environ):
         os.environ[CONFIG_VARIABLE] = str(config)  # for the children
     model = check_model(settings.model or bundled_model())
+    load_tls(settings.tls_files)  # told here once, and not in the log of each process
     if settings.ready_file:
         check_ready_file(settings.ready_file)
     signals = StopSignals()

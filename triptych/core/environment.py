@@ -25,7 +25,18 @@ OTHER_VARIABLES = frozenset(
     }
 )
 
-_EVERYWHERE = {"host", "log_format", "log_level", "model", "port", "runtime_dir", "strict"}
+_EVERYWHERE = {
+    "host",
+    "log_format",
+    "log_level",
+    "model",
+    "port",
+    "runtime_dir",
+    "strict",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+}
 _UP = {
     "encoder_nice",
     "topology",

@@ -5,6 +5,7 @@
     encoder.encode_item=delay(300, item=5)             the sixth picture of every request, 300 ms late
     decode.before_step=kill(worker=decode-1)*1@0.01    that worker dies in one of its steps, once
     link.before_commit=error(peer_lost)*3              the first three commits fail
+    link.before_frame=throttle(1000000)                data leave at a megabyte a second
 
 Pure: what is parsed here fires in `triptych.faults.points`. docs/failpoints.md lists names and actions.
 """
@@ -19,6 +20,7 @@ from typing import Final
 from triptych.core.errors import ERRORS_BY_CODE, StartupError
 
 MAX_DELAY_MS: Final = 600_000.0
+THROTTLED: Final = "link.before_frame"
 
 # Each name with what may be asked of it besides the worker.
 POINTS: Final = {
@@ -27,6 +29,7 @@ POINTS: Final = {
     "prefill.before_step": frozenset[str](),
     "decode.before_step": frozenset[str](),
     "link.before_commit": frozenset[str](),
+    "link.before_frame": frozenset[str](),
     "media.before_decode": frozenset[str](),
 }
 
@@ -34,6 +37,13 @@ POINTS: Final = {
 @dataclass(frozen=True, slots=True)
 class Delay:
     milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Throttle:
+    """Waits as long as a link of that speed needs for the bytes that pass."""
+
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class Kill:
     """Ends the process by SIGKILL."""
 
 
-Action = Delay | Fail | Exit | Kill
+Action = Delay | Throttle | Fail | Exit | Kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,8 @@ def _rule(entry: str) -> FailpointRule:
         raise _refusal(entry, f"there is no {name}; failpoints are {', '.join(sorted(POINTS))}")
     if action not in _ACTIONS:
         raise _refusal(entry, f"there is no action {action}; actions are {', '.join(sorted(_ACTIONS))}")
+    if action == "throttle" and name != THROTTLED:
+        raise _refusal(entry, f"only {THROTTLED} knows how many bytes pass")
     words = [word.strip() for word in (match["arguments"] or "").split(",") if word.strip()]
     plain = [word for word in words if "=" not in word]
     item, worker = _place(entry, name, [word for word in words if "=" in word])
@@ -143,6 +155,13 @@ def _delay(entry: str, words: list[str]) -> Delay:
     return Delay(value)
 
 
+def _throttle(entry: str, words: list[str]) -> Throttle:
+    value = _number(words[0]) if len(words) == 1 else None
+    if value is None or value < 1:
+        raise _refusal(entry, "throttle takes bytes a second, at least 1")
+    return Throttle(value)
+
+
 def _fail(entry: str, words: list[str]) -> Fail:
     if len(words) != 1 or words[0] not in ERRORS_BY_CODE:
         raise _refusal(entry, f"error takes one of {', '.join(sorted(ERRORS_BY_CODE))}")
@@ -163,6 +182,7 @@ def _kill(entry: str, words: list[str]) -> Kill:
 
 _ACTIONS: dict[str, Callable[[str, list[str]], Action]] = {
     "delay": _delay,
+    "throttle": _throttle,
     "error": _fail,
     "exit": _exit,
     "kill": _kill,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from triptych.core.errors import error_from_code
-from triptych.core.failpoints import Delay, Exit, Fail, FailpointRule, Kill
+from triptych.core.failpoints import Action, Delay, Exit, Fail, FailpointRule, Kill, Throttle
 from triptych.obs import metrics
 
 log = logging.getLogger(__name__)
@@ -68,18 +68,29 @@ def passing(name: str) -> None:
                 _end(rule, rule.action)
 
 
-async def passing_async(name: str, item: int | None = None) -> None:
-    """`passing` for an event loop, which goes on meanwhile."""
+async def passing_async(name: str, item: int | None = None, num_bytes: int = 0) -> None:
+    """`passing` for an event loop, which goes on meanwhile. `num_bytes` are on their way there."""
     if _armed is not None:
         for rule in _armed.due(name, item):
-            if isinstance(rule.action, Delay):
-                _tell(rule)
-                await asyncio.sleep(rule.action.milliseconds / 1e3)
-            else:
+            seconds = _slowness_s(rule.action, num_bytes)
+            if seconds is None:
                 _end(rule, rule.action)
+            else:
+                _tell(rule)
+                await asyncio.sleep(seconds)
 
 
-def _end(rule: FailpointRule, action: Fail | Exit | Kill) -> None:
+def _slowness_s(action: Action, num_bytes: int) -> float | None:
+    """None for what is more than slow."""
+    match action:
+        case Delay(milliseconds):
+            return milliseconds / 1e3
+        case Throttle(bytes_per_s):
+            return num_bytes / bytes_per_s
+    return None
+
+
+def _end(rule: FailpointRule, action: Action) -> None:
     _tell(rule)
     match action:
         case Fail(code):

@@ -6,6 +6,8 @@ an address or anything that a caller wrote. A process exposes all of them; those
 
 from __future__ import annotations
 
+import ssl
+
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     Counter,
@@ -17,6 +19,7 @@ from prometheus_client import (
 )
 
 from triptych.core.errors import StartupError
+from triptych.obs.metrics_server import start_tls_server
 
 # A `_created` series beside each counter and histogram would double what a scrape carries and tell nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -145,13 +148,13 @@ def exposition() -> tuple[bytes, str]:
     return generate_latest(), CONTENT_TYPE_LATEST
 
 
-def serve_metrics(host: str, port: int) -> int:
-    """Serves the metrics on a daemon thread until the process ends.
+def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+    """Serves the metrics on a daemon thread until the process ends; with `tls`, to those whom that context lets in.
 
     Returns the port, which the system chose if `port` is 0. Raises StartupError when it cannot be bound.
     """
     try:
-        server, _thread = start_http_server(port, addr=host)
+        server = start_http_server(port, addr=host)[0] if tls is None else start_tls_server(host, port, tls)
     except OSError as error:
         raise StartupError(
             f"the metrics cannot listen on port {port} of {host}: {error.strerror}; choose another --metrics-port"

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from triptych.core.worker import WorkerInfo
 from triptych.rpc.server import MAX_MESSAGE_BYTES, TOKEN_METADATA_KEY
+from triptych.rpc.tls import TARGET_NAME_OPTIONS, ClusterTls
 from triptych.wire.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -45,10 +46,14 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
 
 
 class ChannelPool:
-    """Owns one channel per worker process. A newer epoch of the same worker closes the older one's channel."""
+    """Owns one channel per worker process. A newer epoch of the same worker closes the older one's channel.
 
-    def __init__(self, token: str | None) -> None:
+    `tls`: with it nothing is said, the token least of all, to what shows no certificate of the cluster.
+    """
+
+    def __init__(self, token: str | None, tls: ClusterTls | None = None) -> None:
         self._token = token
+        self._tls = tls
         self._channels: dict[str, tuple[int, grpc.aio.Channel]] = {}
         self._retired: list[grpc.aio.Channel] = []
 
@@ -59,9 +64,15 @@ class ChannelPool:
             return known[1]
         if known is not None:
             self._retired.append(known[1])
-        channel = grpc.aio.insecure_channel(worker.grpc_address, options=CHANNEL_OPTIONS)
+        channel = self._dial(worker.grpc_address)
         self._channels[worker.worker_id] = (worker.epoch, channel)
         return channel
+
+    def _dial(self, address: str) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *TARGET_NAME_OPTIONS]
+        return grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=options)
 
     def metadata(self) -> Metadata:
         """What every call must carry."""

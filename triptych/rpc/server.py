@@ -1,4 +1,5 @@
-"""A worker's gRPC server: cluster token, explicit limits, and a health that means progress."""
+"""A worker's gRPC server: cluster token, TLS where there is a certificate, explicit limits, and a health that means
+progress."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from triptych.core.worker import WorkerInfo
 from triptych.rpc.convert import worker_to_proto
 from triptych.rpc.errors import AbortOnError, abort_with
 from triptych.rpc.malformed import MalformedInterceptor
+from triptych.rpc.tls import ClusterTls
 from triptych.wire.v1 import registry_pb2, registry_pb2_grpc
 
 TOKEN_METADATA_KEY: Final = "x-triptych-token"  # noqa: S105 - the name of a header
@@ -44,7 +46,8 @@ class RpcServer:
     Args:
         host, port: where to listen; port 0 takes a free one.
         token: the cluster token every caller must show (gRPC health excepted); None only on loopback.
-        insecure_network: without it, binding beyond loopback is refused, as there is no TLS.
+        tls: who shows no certificate of the cluster is not even told the health.
+        insecure_network: without it and without `tls`, binding beyond loopback is refused.
         progress: polled each second; while it answers False (or raises) the health is NOT_SERVING.
 
     Raises:
@@ -57,10 +60,12 @@ class RpcServer:
         port: int,
         *,
         token: str | None,
+        tls: ClusterTls | None = None,
         insecure_network: bool = False,
         progress: Callable[[], bool] | None = None,
     ) -> None:
-        _check_binding(host, token, insecure_network)
+        _check_binding(host, token, is_protected=tls is not None or insecure_network)
+        self._tls = tls
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._progress = progress
         self._wanted = False
@@ -78,13 +83,19 @@ class RpcServer:
     async def start(self) -> int:
         """Listens, not yet serving by its health. Answers the port."""
         try:
-            port = self._server.add_insecure_port(self._address)
+            port = self._bind()
         except RuntimeError as err:
             raise StartupError(f"cannot listen on {self._address}: choose another port or stop what uses it") from err
         await self._publish(self._wanted)
         await self._server.start()
         self._poll = asyncio.create_task(self._poll_progress(), name="rpc-health")
         return port
+
+    def _bind(self) -> int:
+        """Raises RuntimeError when the address is taken."""
+        if self._tls is None:
+            return self._server.add_insecure_port(self._address)
+        return self._server.add_secure_port(self._address, self._tls.server_credentials())
 
     async def set_serving(self, serving: bool) -> None:
         """What the worker wants; the health shows it for as long as there is progress."""
@@ -163,15 +174,15 @@ async def _refuse(request: object, context: grpc.aio.ServicerContext[Any, Any]) 
     await abort_with(context, Unauthenticated("the cluster token is missing or wrong"))
 
 
-def _check_binding(host: str, token: str | None, insecure_network: bool) -> None:
+def _check_binding(host: str, token: str | None, *, is_protected: bool) -> None:
     if token is not None and not token:
         raise StartupError("the cluster token is empty: remove it, or put at least 16 characters there")
     if is_loopback(host):
         return
     if token is None:
         raise StartupError(f"refusing to listen on {host} without a cluster token: set one, or listen on 127.0.0.1")
-    if not insecure_network:
+    if not is_protected:
         raise StartupError(
-            f"refusing to listen on {host}: traffic between workers is not encrypted."
-            " Listen on 127.0.0.1, or pass --insecure-network when the network itself is trusted"
+            f"refusing to listen on {host}: traffic between workers is not encrypted. Give --tls-cert, --tls-key and"
+            " --tls-ca, listen on 127.0.0.1, or pass --insecure-network when the network itself is trusted"
         )

@@ -9,6 +9,7 @@ from triptych.core.errors import StartupError
 from triptych.obs import metrics
 from triptych.registry.runtime import RuntimeFolder
 from triptych.stages.settings import WorkerSettings
+from triptych.transport.curve import CurveKeys
 from triptych.transport.names import TRANSPORT_CHOICES, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.zmq_port import DataPort, data_socket_path, sweep_dead_sockets
 
@@ -30,7 +31,8 @@ async def open_data_port(common: WorkerSettings, exit_stack: AsyncExitStack) -> 
     if ZMQ_IPC in transports and path is None:
         transports = _without_path(common, transports)
     tcp_port = common.data_port if ZMQ_TCP in transports else None
-    port = DataPort(common.host, tcp_port, path, insecure_network=common.insecure_network)
+    keys = CurveKeys.make() if common.tls_files is not None else None
+    port = DataPort(common.host, tcp_port, path, keys=keys, insecure_network=common.insecure_network)
     exit_stack.push_async_callback(port.close)
     await port.open()
     return transports, port

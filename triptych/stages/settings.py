@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.failpoints import parse_failpoints
+from triptych.core.tls_files import TlsSettings
 from triptych.obs.log import LEVELS
 from triptych.transport.names import TRANSPORT_CHOICES
 
@@ -17,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
+class WorkerSettings(TlsSettings):
     model: Path = field(metadata={"help": "checkpoint folder"})
     worker_id: str = field(metadata={"help": "name of this worker in the cluster, like encoder-0"})
     runtime_dir: Path | None = field(default=None, metadata={"help": "runtime folder of the cluster"})
@@ -51,6 +52,7 @@ class WorkerSettings:
     log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         parse_failpoints(self.failpoints)  # told at once, not after seconds of imports
 
 

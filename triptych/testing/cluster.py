@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from triptych.core.clock import SystemClock
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.plan import FinishReason, Plan, Token
 from triptych.core.timeline import TimelineEvent
+from triptych.core.tls_files import TlsFiles
 from triptych.core.topology import kinds_of
 from triptych.core.worker import Role
 from triptych.model.adapters.base import Adapter
@@ -37,11 +38,11 @@ from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool
+from triptych.rpc.tls import load_tls
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 from triptych.stages.worker import Worker, WorkerPlan
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 from triptych.text.tokenizer import ChatTokenizer
-from triptych.transport.device import Driver
 
 Topology = str
 """`e-p-d`, `e-pd`, `p-d`, `mono`, or several joined by `+`; `core/topology.py` has them."""
@@ -95,8 +96,7 @@ class LogitsTap:
 class InProcessCluster:
     """Owner of its workers, a temporary runtime folder and the router's pipeline. An async context manager.
 
-    The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers. `driver_of` gives a worker,
-    by its id, a device that is none (`fake_device.py`).
+    The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class InProcessCluster:
         num_encoders: int = 1,
         num_monos: int = 1,
         transport: str | None = None,
-        driver_of: Callable[[str], Driver | None] = lambda _: None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
         self._kinds = kinds_of(topology)
         self._dtype = dtype
         self._transport = transport or "auto"
-        self._driver_of = driver_of
+        self._tls = tls
         self._language = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
@@ -143,13 +143,13 @@ class InProcessCluster:
         folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="triptych-test-")))
         self._runtime = RuntimeFolder(folder / "run")
         for plan in self._plans():
-            worker = Worker(plan, observer=self._tap, driver=self._driver_of(plan.common.worker_id))
+            worker = Worker(plan, observer=self._tap)
             await worker.start()
             self.workers.append(worker)
             self._exit.push_async_callback(worker.stop)
         registry = StaticRegistry(self._runtime)
         registry.refresh()
-        channels = ChannelPool(self._runtime.token())
+        channels = ChannelPool(self._runtime.token(), load_tls(self._tls))
         self._exit.push_async_callback(channels.close)
         self.pipeline = Pipeline(registry, channels, AdmissionQueue(1024), SystemClock())
         tokenizer = ChatTokenizer(self.adapter.model_dir, self.adapter.image_placeholder_id)
@@ -252,6 +252,9 @@ class InProcessCluster:
             dtype=self._dtype,
             device="cpu",
             transport=self._transport,
+            tls_cert=None if self._tls is None else self._tls.cert,
+            tls_key=None if self._tls is None else self._tls.key,
+            tls_ca=None if self._tls is None else self._tls.ca,
         )
 
 

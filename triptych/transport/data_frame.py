@@ -20,6 +20,7 @@ import xxhash
 MAGIC: Final = b"TPZ\x00"
 VERSION: Final = 1
 SESSION_KEY_BYTES: Final = 16
+CURVE_KEY_BYTES: Final = 32
 MAX_PAYLOAD_BYTES: Final = 1 << 20
 _FIELDS: Final = struct.Struct("<4sBBHQ16sQ16sQQI4x")
 _CHECKSUM: Final = struct.Struct("<Q")

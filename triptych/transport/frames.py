@@ -9,8 +9,7 @@ from triptych.core.errors import InvalidRequest, TriptychError
 from triptych.core.plan import IDENTITY_BYTES
 from triptych.rpc import check, convert
 from triptych.rpc.errors import detail_from_error, error_from_detail
-from triptych.transport.data_frame import SESSION_KEY_BYTES
-from triptych.transport.device import HANDLE_BYTES, UUID_BYTES, DeviceAddress
+from triptych.transport.data_frame import CURVE_KEY_BYTES, SESSION_KEY_BYTES
 from triptych.transport.layout import FINGERPRINT_BYTES
 from triptych.transport.types import (
     AbortAsked,
@@ -48,24 +47,23 @@ _ARENA_TO = {domain: number for number, domain in _ARENA.items()}
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Domain form of Hello."""
+    """Domain form of Hello. `curve_key` is empty where the sender does not encrypt."""
 
     sender: Endpoint
     kind: ArenaKind
     layout_fingerprint: bytes
+    curve_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`, `device` for `cuda_ipc`; they are empty
-    for others."""
+    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`; they are empty for others."""
 
     transport: str
     segment_name: str = ""
     segment_bytes: int = 0
     mapping_id: int = 0
     data: DataAddress = field(default_factory=DataAddress)
-    device: DeviceAddress | None = None
 
 
 # --- hello -----------------------------------------------------------------------------------------------------------
@@ -81,6 +79,7 @@ def greeting_to_frame(sequence: int, greeting: Greeting) -> wire.SessionRequest:
         transports=sender.transports,
         arena=_ARENA_TO[greeting.kind],
         layout_fingerprint=greeting.layout_fingerprint,
+        curve_key=greeting.curve_key,
     )
     return wire.SessionRequest(sequence=sequence, hello=hello)
 
@@ -95,7 +94,7 @@ def greeting_from_frame(hello: wire.Hello) -> Greeting:
         tuple(check.name("transports", transport) for transport in hello.transports),
     )
     fingerprint = check.exact_bytes("layout_fingerprint", hello.layout_fingerprint, FINGERPRINT_BYTES)
-    return Greeting(sender, check.choice("arena", _ARENA, hello.arena), fingerprint)
+    return Greeting(sender, check.choice("arena", _ARENA, hello.arena), fingerprint, _curve_key(hello.curve_key))
 
 
 def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wire.SessionResponse:
@@ -109,12 +108,8 @@ def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wir
         socket_path=welcome.data.socket_path,
         data_port=welcome.data.port,
         session_key=welcome.data.session_key,
+        curve_key=welcome.data.curve_key,
     )
-    if welcome.device is not None:
-        device = welcome.device
-        ack.device.CopyFrom(
-            wire.DeviceAddress(handle=device.handle, device_uuid=device.uuid, lease_name=device.lease_name)
-        )
     return wire.SessionResponse(sequence=sequence, hello_ack=ack)
 
 
@@ -125,7 +120,6 @@ def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
         check.integer("segment_bytes", ack.segment_bytes, 0, _INT63),
         check.integer("mapping_id", ack.mapping_id, 0, MAX_MAPPING_ID),
         _data_address(ack),
-        _device_address(ack.device) if ack.HasField("device") else None,
     )
 
 
@@ -135,15 +129,12 @@ def _data_address(ack: wire.HelloAck) -> DataAddress:
     path = check.text("socket_path", ack.socket_path, MAX_SOCKET_PATH_BYTES)
     if path and not path.startswith("/"):
         raise InvalidRequest("socket_path must be an absolute path", param="socket_path")
-    return DataAddress(path, check.integer("data_port", ack.data_port, 0, 65535), ack.session_key)
+    port = check.integer("data_port", ack.data_port, 0, 65535)
+    return DataAddress(path, port, ack.session_key, _curve_key(ack.curve_key))
 
 
-def _device_address(device: wire.DeviceAddress) -> DeviceAddress:
-    return DeviceAddress(
-        check.exact_bytes("handle", device.handle, HANDLE_BYTES),
-        check.exact_bytes("device_uuid", device.device_uuid, UUID_BYTES),
-        check.text("lease_name", device.lease_name, 64),
-    )
+def _curve_key(raw: bytes) -> bytes:
+    return check.exact_bytes("curve_key", raw, CURVE_KEY_BYTES) if raw else b""
 
 
 # --- requests --------------------------------------------------------------------------------------------------------

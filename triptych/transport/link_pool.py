@@ -12,8 +12,7 @@ from triptych.core.ids import WorkerRef
 from triptych.core.worker import WorkerInfo
 from triptych.obs import metrics
 from triptych.rpc.client import TransferStub
-from triptych.transport.device import Driver
-from triptych.transport.device_arena import DeviceImports
+from triptych.transport.curve import CurveKeys
 from triptych.transport.inproc import InprocLink
 from triptych.transport.link import EmbeddingLink, KvLink
 from triptych.transport.names import INPROC
@@ -37,7 +36,7 @@ class LinkPool:
         stub_of: `functools.partial(transfer_stub, channels)`; dials a worker from the registry.
         receivers: what this process can land itself, for receivers that turn out to be this process.
         strict: a second-best transport is an error.
-        driver: of the device that this process computes on, when `me` offers `cuda_ipc`.
+        new_keys: makes each link its keys, where what goes by TCP must be encrypted.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class LinkPool:
         receivers: Receivers | None = None,
         *,
         strict: bool = False,
-        driver: Driver | None = None,
+        new_keys: Callable[[], CurveKeys | None] = lambda: None,
     ) -> None:
         self._me = me
+        self._new_keys = new_keys
         self._strict = strict
         self._sockets = DataSockets()
-        self._imports = None if driver is None else DeviceImports(driver)
         self._stub_of = stub_of
         self._receivers = receivers or Receivers()
         self._links: dict[Key, asyncio.Task[AnyLink]] = {}
@@ -94,11 +93,13 @@ class LinkPool:
         while True:
             link = ReceiverLink(replace(self._me, transports=offered), receiver.ref, kind, layout)
             try:
-                ways = Ways(self._sockets, host_of(receiver.grpc_address), self._imports)
-                await link.connect(self._stub_of(receiver), ways)
+                await link.connect(self._stub_of(receiver), self._ways(receiver))
                 return link
             except WayBlocked as blocked:
                 offered = self._without(offered, blocked, receiver)
+
+    def _ways(self, receiver: WorkerInfo) -> Ways:
+        return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys())
 
     def _without(self, offered: tuple[str, ...], blocked: WayBlocked, receiver: WorkerInfo) -> tuple[str, ...]:
         """What is left to try. Raises TransferRefused when that is nothing, or must be nothing."""

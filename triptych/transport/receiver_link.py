@@ -72,7 +72,7 @@ class ReceiverLink(AskingLink):
         """
         call: Stream = stub.Session(None)
         try:
-            welcome = await self._greet(call, timeout_s)
+            welcome = await self._greet(call, ways.curve_key, timeout_s)
             self._bytes = await self._open_way(ways, welcome)
         except BaseException:
             call.cancel()
@@ -98,11 +98,11 @@ class ReceiverLink(AskingLink):
             await asyncio.gather(self._pump, return_exceptions=True)
         self._end()
 
-    async def _greet(self, call: Stream, timeout_s: float) -> frames.Welcome:
+    async def _greet(self, call: Stream, curve_key: bytes, timeout_s: float) -> frames.Welcome:
         try:
             async with asyncio.timeout(timeout_s):
                 with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                    await call.write(self._session.hello())  # when it fails, `read` knows why
+                    await call.write(self._session.hello(curve_key))  # when it fails, `read` knows why
                 frame = await call.read()
         except TimeoutError:
             raise DeadlineExceeded("a worker did not answer the greeting in time") from None

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from triptych.core.errors import InvalidRequest, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import WorkerRef
 from triptych.transport import frames
-from triptych.transport.device import DeviceAddress
-from triptych.transport.names import CUDA_IPC, SHM, shared_transports
+from triptych.transport.names import SHM, shared_transports
 from triptych.transport.types import (
     AbortAsked,
     Acknowledged,
@@ -125,9 +124,10 @@ class SenderSession:
     _sequence: int = 0
     _outstanding: dict[int, Asked] = field(default_factory=dict)
 
-    def hello(self) -> wire.SessionRequest:
+    def hello(self, curve_key: bytes = b"") -> wire.SessionRequest:
+        """`curve_key`: the public one of the data connection that may follow, where that is to be encrypted."""
         self.state = _NEXT[self.state, "hello"]
-        greeting = frames.Greeting(self.me, self.kind, self.layout_fingerprint)
+        greeting = frames.Greeting(self.me, self.kind, self.layout_fingerprint, curve_key)
         return frames.greeting_to_frame(self._sequence, greeting)
 
     def welcome(self, frame: wire.SessionResponse) -> frames.Welcome | TriptychError:
@@ -214,13 +214,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What a receiver says about one of its arenas in a hello. `segment_name` is empty when it has none, `device` is
-    None when no peer may map device memory of it."""
+    """What a receiver says about one of its arenas in a hello. `segment_name` is empty when it has none."""
 
     layout_fingerprint: bytes
     segment_name: str
     segment_bytes: int
-    device: DeviceAddress | None = None
 
 
 @dataclass(slots=True)
@@ -248,8 +246,7 @@ class ReceiverSession:
         self.state = _NEXT[self.state, "hello_ack"]
         offer = self._offer(greeted.greeting.kind)
         segment_name = offer.segment_name if greeted.transport == SHM else ""
-        device = offer.device if greeted.transport == CUDA_IPC else None
-        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device)
+        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data)
         return frames.welcome_to_frame(greeted.sequence, self.me, welcome)
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> wire.SessionResponse:
@@ -276,10 +273,9 @@ class ReceiverSession:
 
     def _greet(self, frame: wire.SessionRequest) -> Greeted:
         greeting = frames.greeting_from_frame(frame.hello)
-        offer = self._offer(greeting.kind)
-        if offer.layout_fingerprint != greeting.layout_fingerprint:
+        if self._offer(greeting.kind).layout_fingerprint != greeting.layout_fingerprint:
             raise TransferRefused("the two workers lay out their data differently: same model, dtype and page size?")
-        transport = choose_transport(greeting.sender, self._as_offered(offer))
+        transport = choose_transport(greeting.sender, self.me)
         self.greeting = greeting
         return Greeted(frame.sequence, greeting, transport)
 
@@ -292,11 +288,6 @@ class ReceiverSession:
             raise NoRoom("too many transfers of one worker are under way")
         self._outstanding.add(frame.sequence)
         return Work(frame.sequence, asked)
-
-    def _as_offered(self, offer: ArenaOffer) -> Endpoint:
-        if offer.device is not None:
-            return self.me
-        return replace(self.me, transports=tuple(name for name in self.me.transports if name != CUDA_IPC))
 
     def _offer(self, kind: ArenaKind) -> ArenaOffer:
         offer = self.offer_of(kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,12 +9,12 @@ import zmq.asyncio
 
 from triptych.core.errors import TransferRefused, TriptychError
 from triptych.transport.carrier import Carrier, MemoryCarrier
-from triptych.transport.device_arena import DeviceImports, ImportedArena
-from triptych.transport.device_carrier import DeviceCarrier
+from triptych.transport.curve import CurveKeys
 from triptych.transport.frames import Welcome
-from triptych.transport.names import CUDA_IPC, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import SHM, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.shm import SharedSegment
 from triptych.transport.zmq_carrier import ZmqCarrier
+from triptych.transport.zmq_gate import Admission, CurveAdmission, PlainAdmission
 
 
 class WayBlocked(Exception):
@@ -49,19 +48,22 @@ class DataSockets:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """How one receiver's arena can be reached. `host` is the receiver's, from the registry: an address from anywhere
-    else is never dialled. `imports` is None when this process has no device to write from."""
+    else is never dialled. `keys` are this link's own, where what goes by TCP must be encrypted."""
 
     sockets: DataSockets
     host: str
-    imports: DeviceImports | None = None
+    keys: CurveKeys | None = None
+
+    @property
+    def curve_key(self) -> bytes:
+        """The public key for the greeting."""
+        return b"" if self.keys is None else self.keys.public
 
     async def open(self, welcome: Welcome, broken: Callable[[TriptychError], None]) -> Carrier:
         """Raises TransferRefused when it cannot be. `broken` is called when it stops working later."""
         if welcome.transport == SHM:
             segment = SharedSegment.open(welcome.segment_name, welcome.segment_bytes, mapping_id=welcome.mapping_id)
             return MemoryCarrier(SHM, segment.buffer, segment)
-        if welcome.transport == CUDA_IPC:
-            return DeviceCarrier(await self._imported(welcome), broken)
         if welcome.transport not in (ZMQ_IPC, ZMQ_TCP) or not welcome.data.session_key:
             raise TransferRefused("the receiver chose a transport that is not known here")
         carrier = ZmqCarrier(
@@ -71,24 +73,20 @@ class Ways:
             welcome.data.session_key,
             welcome.segment_bytes,
             broken,
+            self._admission(welcome),
         )
         await carrier.connect()
         return carrier
 
-    async def _imported(self, welcome: Welcome) -> ImportedArena:
-        """Whoever gives up meanwhile leaves nothing open."""
-        opening = asyncio.create_task(asyncio.to_thread(self._import, welcome))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_unwanted)
-            raise
-
-    def _import(self, welcome: Welcome) -> ImportedArena:
-        """The driver takes its time: not for the event loop."""
-        if self.imports is None or welcome.device is None:
-            raise TransferRefused("the receiver chose device memory, and named none or there is no device here")
-        return ImportedArena.open(self.imports, welcome.device, welcome.segment_bytes, welcome.mapping_id)
+    def _admission(self, welcome: Welcome) -> Admission:
+        """Who could be told to send in clear what must not be would be downgraded by whoever tells."""
+        if welcome.transport == ZMQ_IPC:
+            return PlainAdmission(welcome.mapping_id, welcome.data.session_key)
+        if (self.keys is None) != (not welcome.data.curve_key):
+            raise TransferRefused("one of the two workers encrypts its data connections and the other does not")
+        if self.keys is None:
+            return PlainAdmission(welcome.mapping_id, welcome.data.session_key)
+        return CurveAdmission(self.keys, welcome.data.curve_key)
 
     def _endpoint(self, welcome: Welcome) -> str:
         data = welcome.data
@@ -97,11 +95,6 @@ class Ways:
         if welcome.transport == ZMQ_TCP and data.port:
             return f"tcp://{self.host}:{data.port}"
         raise TransferRefused("the receiver named no data socket")
-
-
-def _close_unwanted(opening: asyncio.Task[ImportedArena]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
 
 
 def host_of(grpc_address: str) -> str:

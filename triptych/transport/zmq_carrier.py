@@ -26,13 +26,14 @@ import zmq.asyncio
 
 from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import Grant
+from triptych.faults import points
 from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, PayloadKind, pack
 from triptych.transport.pages import PageSource, granted_pages, pages_in
 from triptych.transport.session import check_slot
 from triptych.transport.types import SlotGrant
-from triptych.transport.zmq_gate import credentials
+from triptych.transport.zmq_gate import Admission, PlainAdmission
 
 LABEL: Final = "zmq"
 SEND_HIGH_WATER: Final = 16
@@ -88,6 +89,7 @@ class ZmqCarrier:
         endpoint: `ipc://path` or `tcp://host:port`.
         session, session_key, arena_bytes: from the receiver's welcome.
         broken: called once when the peer takes no more data, with why.
+        admission: what the socket shows when it connects; the session's key, if not given.
     """
 
     label = LABEL
@@ -100,6 +102,7 @@ class ZmqCarrier:
         session_key: bytes,
         arena_bytes: int,
         broken: Callable[[TriptychError], None],
+        admission: Admission | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._session = session
@@ -120,7 +123,7 @@ class ZmqCarrier:
         self._socket.tcp_keepalive_idle = KEEPALIVE_IDLE_S
         self._socket.sndhwm = SEND_HIGH_WATER
         self._socket.immediate = True  # frames wait for a peer here, where they are counted, not in a pipe to nobody
-        self._socket.plain_username, self._socket.plain_password = credentials(session, session_key)
+        (admission or PlainAdmission(session, session_key)).prepare(self._socket)
         self._socket.ipv6 = endpoint.startswith("tcp://[")
 
     async def connect(self) -> None:
@@ -199,6 +202,8 @@ class ZmqCarrier:
                 return self._break(PeerLost("the other worker has stopped taking data"))
             except zmq.ZMQError:
                 return self._break(PeerLost("the data socket to the other worker broke"))
+            except TriptychError as error:
+                return self._break(error)
             except Exception:
                 _log.exception("data could not be sent")
                 return self._break(TriptychError(INTERNAL_MESSAGE))
@@ -206,10 +211,11 @@ class ZmqCarrier:
     async def _send(self, parcel: Parcel) -> None:
         size = len(parcel.data)
         for start in range(0, size, MAX_PAYLOAD_BYTES):
+            payload = parcel.data[start : start + MAX_PAYLOAD_BYTES]
+            await points.passing_async("link.before_frame", num_bytes=len(payload))
             if parcel.is_cancelled:
                 parcel.sent(size - start)
                 return
-            payload = parcel.data[start : start + MAX_PAYLOAD_BYTES]
             header = replace(parcel.header, offset=parcel.header.offset + start, length=len(payload))
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 # Without a copy: libzmq holds the payload until it is out, and nobody changes it.
@@ -299,9 +305,6 @@ class ZmqPageWriter:
         for parcel in self._pending:
             parcel.is_cancelled = True
         self._carrier.forget(self)
-
-    async def settle(self) -> None:
-        """Late frames find no grant."""
 
     def fail(self, error: TriptychError) -> None:
         """On the event loop. The rest of the grant's pages is not sent."""

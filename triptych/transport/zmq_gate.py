@@ -1,5 +1,8 @@
 """Who may connect to the data socket: only the sender of a session that lives, with its key.
 
+By the host's socket, and by TCP without TLS, the session's key is the password (PLAIN). Under TLS, TCP is encrypted
+(CURVE), and the sender is known by the key that it named in its greeting.
+
 ZMQ asks this handler (RFC 27, ZAP) in the handshake, before it takes a single frame. So what a stranger can make this
 process hold is bounded by the handshake, not by how many parts a message may have.
 """
@@ -11,17 +14,20 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import zmq
 import zmq.asyncio
 
 from triptych.obs import metrics
+from triptych.transport.curve import CurveKeys
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 WARN_EVERY_S: Final = 60.0
 _VERSION: Final = b"1.0"
 _PLAIN: Final = b"PLAIN"
+_CURVE: Final = b"CURVE"
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +40,44 @@ def credentials(session: int, session_key: bytes) -> tuple[bytes, bytes]:
     return str(session).encode(), session_key.hex().encode()
 
 
-class Gate:
-    """Owner of the socket that ZMQ asks. `open` comes before the data socket is bound."""
+class Admission(Protocol):
+    """How a sender's socket shows who it is."""
 
-    def __init__(self, context: zmq.asyncio.Context, key_of: KeyOf) -> None:
+    def prepare(self, socket: zmq.asyncio.Socket) -> None:
+        """Before it connects."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainAdmission:
+    session: int
+    session_key: bytes = field(repr=False)
+
+    def prepare(self, socket: zmq.asyncio.Socket) -> None:
+        socket.plain_username, socket.plain_password = credentials(self.session, self.session_key)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveAdmission:
+    """Only the owner of `server_key` can read what is sent."""
+
+    keys: CurveKeys
+    server_key: bytes
+
+    def prepare(self, socket: zmq.asyncio.Socket) -> None:
+        socket.curve_serverkey = self.server_key
+        socket.curve_publickey, socket.curve_secretkey = self.keys.public, self.keys.secret
+
+
+class Gate:
+    """Owner of the socket that ZMQ asks. `open` comes before the data socket is bound.
+
+    `has_sender`: whether the sender of a living session named that public key.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, key_of: KeyOf, has_sender: Callable[[bytes], bool]) -> None:
         self._key_of = key_of
+        self._has_sender = has_sender
         self._quiet_until = 0.0
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -67,7 +106,9 @@ class Gate:
             _log.warning("a connection to the data port showed no key of a session")
 
     def _is_welcome(self, request: list[bytes]) -> bool:
-        """`request`: domain, address, identity, mechanism, user name, password."""
+        """`request`: domain, address, identity, mechanism, and user name and password, or public key."""
+        if len(request) == 5 and request[3] == _CURVE:
+            return self._has_sender(request[4])
         if len(request) != 6 or request[3] != _PLAIN or not request[4].isdigit() or len(request[4]) > 20:
             return False
         key = self._key_of(int(request[4]))

@@ -25,6 +25,7 @@ import zmq.asyncio
 from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError
 from triptych.obs import metrics
+from triptych.transport.curve import CURVE_OVERHEAD_BYTES, CurveKeys
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, SESSION_KEY_BYTES, BadFrame, unpack
 from triptych.transport.frames import MAX_SOCKET_PATH_BYTES
 from triptych.transport.landings import LandingSession
@@ -44,20 +45,29 @@ class DataPort:
     Args:
         host, port: where to listen by TCP; port 0 takes a free one, None none.
         socket_path: where to listen for the senders of this host; None: nowhere.
-        insecure_network: without it a host beyond loopback is refused, as nothing is encrypted.
+        keys: with them what comes by TCP is encrypted (CURVE), from senders that named a key of theirs.
+        insecure_network: without it and without `keys`, a host beyond loopback is refused.
 
     Raises:
         StartupError: from `open`, when it may not or cannot listen there.
     """
 
     def __init__(
-        self, host: str, port: int | None, socket_path: Path | None, *, insecure_network: bool = False
+        self,
+        host: str,
+        port: int | None,
+        socket_path: Path | None,
+        *,
+        keys: CurveKeys | None = None,
+        insecure_network: bool = False,
     ) -> None:
-        if not is_loopback(host) and not insecure_network:
+        if not is_loopback(host) and keys is None and not insecure_network:
             raise StartupError(
-                f"refusing to take data on {host}: it is not encrypted. Listen on 127.0.0.1, or pass --insecure-network"
-                " when the network itself is trusted"
+                f"refusing to take data on {host}: it is not encrypted. Give --tls-cert, --tls-key and --tls-ca, listen"
+                " on 127.0.0.1, or pass --insecure-network when the network itself is trusted"
             )
+        self._keys = keys
+        self._senders: dict[int, bytes] = {}
         self._host = host
         self._port = port
         self._socket_path = socket_path
@@ -70,10 +80,14 @@ class DataPort:
     @property
     def address(self) -> DataAddress:
         """Without a session's key."""
-        return DataAddress(str(self._socket_path or ""), self._port or 0)
+        return DataAddress(str(self._socket_path or ""), self._port or 0, curve_key=self._curve_key)
+
+    @property
+    def _curve_key(self) -> bytes:
+        return b"" if self._keys is None else self._keys.public
 
     async def open(self) -> None:
-        self._gate = Gate(self._context, self._key_of)
+        self._gate = Gate(self._context, self._key_of, self._has_sender)
         socket = self._context.socket(zmq.PULL)
         self._socket = socket
         socket.plain_server = True
@@ -83,22 +97,29 @@ class DataPort:
         socket.maxmsgsize = MAX_PAYLOAD_BYTES
         socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
         try:
-            if self._port is not None:
-                self._port = self._bind_tcp(socket, self._port)
+            # Options hold for what is bound after them: the host's socket stays as it is, where TCP is encrypted.
             if self._socket_path is not None:
                 _bind_path(socket, self._socket_path)
+            if self._keys is not None:
+                _encrypt(socket, self._keys)
+            if self._port is not None:
+                self._port = self._bind_tcp(socket, self._port)
         except BaseException:
             await self.close()
             raise
         self._reader = asyncio.create_task(self._read(socket), name="transfer-data")
         self._reader.add_done_callback(_tell_if_failed)
 
-    def open_session(self, session_id: int) -> LandingSession:
-        """A session whose frames are taken from now on, until `close_session`."""
+    def open_session(self, session_id: int, curve_key: bytes = b"") -> LandingSession:
+        """A session whose frames are taken from now on, until `close_session`. `curve_key` is the sender's
+        public one."""
+        if curve_key:
+            self._senders[session_id] = curve_key
         session = self._sessions[session_id] = LandingSession(secrets.token_bytes(SESSION_KEY_BYTES))
         return session
 
     def close_session(self, session_id: int) -> None:
+        self._senders.pop(session_id, None)
         session = self._sessions.pop(session_id, None)
         if session is not None:
             session.close()
@@ -123,6 +144,9 @@ class DataPort:
     def _key_of(self, session_id: int) -> bytes | None:
         session = self._sessions.get(session_id)
         return None if session is None else session.session_key
+
+    def _has_sender(self, curve_key: bytes) -> bool:
+        return curve_key in self._senders.values()
 
     def _bind_tcp(self, socket: zmq.asyncio.Socket, port: int) -> int:
         host = _numeric(self._host)
@@ -191,6 +215,12 @@ def _is_listening(path: Path) -> bool:
         except OSError:
             return True  # it is busy, or not ours to judge
     return True
+
+
+def _encrypt(socket: zmq.asyncio.Socket, keys: CurveKeys) -> None:
+    socket.curve_secretkey = keys.secret
+    socket.curve_server = True
+    socket.maxmsgsize = MAX_PAYLOAD_BYTES + CURVE_OVERHEAD_BYTES  # it is counted on the wire; `unpack` counts again
 
 
 def _bind_path(socket: zmq.asyncio.Socket, path: Path) -> None:

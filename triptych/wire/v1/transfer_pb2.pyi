@@ -52,7 +52,7 @@ class SessionResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., hello_ack: _Optional[_Union[HelloAck, _Mapping]] = ..., slot_grant: _Optional[_Union[SlotGrant, _Mapping]] = ..., have_it: _Optional[_Union[HaveIt, _Mapping]] = ..., bound: _Optional[_Union[Bound, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "epoch", "host_id", "transports", "arena", "layout_fingerprint")
+    __slots__ = ("protocol_version", "worker_id", "epoch", "host_id", "transports", "arena", "layout_fingerprint", "curve_key")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Hello(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     epoch: int
@@ -67,10 +68,11 @@ class Hello(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     arena: ArenaKind
     layout_fingerprint: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ...) -> None: ...
+    curve_key: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "device")
+    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "curve_key")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -80,7 +82,7 @@ class HelloAck(_message.Message):
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     transport: str
@@ -90,18 +92,8 @@ class HelloAck(_message.Message):
     socket_path: str
     data_port: int
     session_key: bytes
-    device: DeviceAddress
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., device: _Optional[_Union[DeviceAddress, _Mapping]] = ...) -> None: ...
-
-class DeviceAddress(_message.Message):
-    __slots__ = ("handle", "device_uuid", "lease_name")
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_NAME_FIELD_NUMBER: _ClassVar[int]
-    handle: bytes
-    device_uuid: bytes
-    lease_name: str
-    def __init__(self, handle: _Optional[bytes] = ..., device_uuid: _Optional[bytes] = ..., lease_name: _Optional[str] = ...) -> None: ...
+    curve_key: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class SlotRequest(_message.Message):
     __slots__ = ("ref", "item_index", "identity", "num_tokens", "num_bytes")
