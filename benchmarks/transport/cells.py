@@ -9,6 +9,7 @@ from triptych.transport.names import INPROC, SHM, ZMQ_IPC, ZMQ_TCP
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB)
+LARGE_BYTES = 8 * MIB
 MAX_UNDER_WAY, MAX_BYTES_UNDER_WAY = 4, 256 * MIB
 
 MEMCPY = "memcpy"

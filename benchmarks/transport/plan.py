@@ -23,8 +23,8 @@ from benchmarks.transport.turns import Pace, take_turns
 
 FULL_SECONDS, QUICK_SECONDS = 8 * 60, 120
 # Of the time, when all is measured; the rest is for the clusters.
-BETWEEN_TWO_SHARE = 0.45
-FULL_PACE, QUICK_PACE = Pace(5, 0.25), Pace(3, 0.06)
+BETWEEN_TWO_SHARE = 0.4
+FULL_PACE, QUICK_PACE = Pace(5, 3, 0.25), Pace(3, 1, 0.05)
 FULL_TRIES, QUICK_TRIES = 15, 5
 FAILURES = (StartFailed, AskFailed, OSError, subprocess.SubprocessError, ValueError)
 
@@ -75,7 +75,7 @@ def _in_clusters(options: Options, budget: Budget, results: Results) -> None:
     names = OF_CLUSTERS if options.only is None else (options.only,)
     try:
         print("in a cluster:", flush=True)
-        plain = measure_plain(case, options.threads, budget.part(0.5 if HIDDEN in names else 1.0), options.tries)
+        plain = measure_plain(case, options.threads, budget.part(0.55 if HIDDEN in names else 1.0), options.tries)
         results.handoff = plain.handoff
         print(f"  {plain.handoff}", flush=True)
     except FAILURES as error:

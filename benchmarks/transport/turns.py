@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.engine.budget import Budget
 from benchmarks.transport.arms import Arm
-from benchmarks.transport.cells import shown, under_way
+from benchmarks.transport.cells import LARGE_BYTES, shown, under_way
 from benchmarks.transport.others import NotMoved
 from benchmarks.transport.results import Results, Turn
 from triptych.core.errors import TriptychError
@@ -23,11 +23,13 @@ STUCK_SECONDS = 30.0
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How long an arm is measured in one turn, for each of round trip and stream; there are at least so many
-    transfers, however long they take, and at most so many."""
+    transfers, however long they take, and at most so many. Sizes above `cells.LARGE_BYTES`, of which one transfer may
+    take as long, come last and have rounds of their own number."""
 
     rounds: int
+    large_rounds: int
     seconds: float
-    least: int = 3
+    least: int = 2
     most: int = 400
 
 
@@ -36,12 +38,15 @@ async def take_turns(
 ) -> None:
     """Fills `results`; an arm that fails is missing from there on, with the reason."""
     left = dict(arms)
-    for number in range(pace.rounds):
-        for num_bytes in sizes:
-            names = list(left)
-            first = number % max(1, len(names))
-            for name in names[first:] + names[:first]:
-                await _turn(name, left, num_bytes, number, pace, budget, results)
+    small = [num_bytes for num_bytes in sizes if num_bytes <= LARGE_BYTES]
+    large = [num_bytes for num_bytes in sizes if num_bytes > LARGE_BYTES]
+    turns = [(number, num_bytes) for number in range(pace.rounds) for num_bytes in small]
+    turns += [(number, num_bytes) for number in range(pace.large_rounds) for num_bytes in large]
+    for number, num_bytes in turns:
+        names = list(left)
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            await _turn(name, left, num_bytes, number, pace, budget, results)
 
 
 async def _turn(

@@ -31,7 +31,7 @@ from benchmarks.transport.turns import Pace, take_turns
 from triptych.core.errors import TransferRefused
 
 MS = 10**6
-SHORT = Pace(rounds=2, seconds=0.01, least=2, most=8)
+SHORT = Pace(rounds=2, large_rounds=1, seconds=0.01, least=2, most=8)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -247,6 +247,15 @@ async def test_an_arm_that_breaks_is_missing_and_the_others_go_on() -> None:
         ("memcpy", 128): [0, 1],
         ("nixl", 64): [0],
     }
+
+
+async def test_large_sizes_come_last_and_in_rounds_of_their_own() -> None:
+    results = Results()
+    await take_turns({"memcpy": Brittle(99)}, [64 * cells.MIB, 64], SHORT, Budget.of(60), results)
+    assert [(place[1], sorted(found)) for place, found in results.turns.items()] == [
+        (64, [0, 1]),
+        (64 * cells.MIB, [0]),
+    ]
 
 
 async def test_what_does_not_fit_into_the_time_says_so() -> None:
