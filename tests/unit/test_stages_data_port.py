@@ -40,7 +40,8 @@ def worker(runtime: Path, transport: str = "auto", *, strict: bool = False) -> W
 @pytest.mark.parametrize(
     ("transport", "offered", "listens"),
     [
-        ("auto", ("inproc", "shm", "zmq-ipc", "zmq-tcp"), True),
+        ("auto", ("inproc", "cuda_ipc", "shm", "zmq-ipc", "zmq-tcp"), True),
+        ("cuda_ipc", ("inproc", "cuda_ipc"), False),
         ("shm", ("inproc", "shm"), False),
         ("zmq", ("inproc", "zmq-ipc", "zmq-tcp"), True),
         ("zmq-ipc", ("inproc", "zmq-ipc"), True),
@@ -87,7 +88,7 @@ async def test_a_path_too_long_for_a_socket_leaves_tcp_and_is_counted(tmp_path: 
     counter = metrics.FALLBACKS.labels("socket_path_too_long")
     before = counter._value.get()
     transports, port = await open_data_port(worker(deep), stack)
-    assert transports == ("inproc", "shm", "zmq-tcp") and port is not None and not port.address.socket_path
+    assert transports == ("inproc", "cuda_ipc", "shm", "zmq-tcp") and port is not None and not port.address.socket_path
     assert counter._value.get() == before + 1
     for settings in (worker(deep, "zmq-ipc"), worker(deep, strict=True)):
         with pytest.raises(StartupError, match="shorter --runtime-dir"):

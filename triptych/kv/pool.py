@@ -82,7 +82,12 @@ class PoolPages:
 
     def gather(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
         """A copy of those pages, (pages, planes, cell bytes), contiguous: one gather on the pool's device."""
-        index = torch.tensor(pages, device=self._planes.device)
-        cells = self._planes.transpose(0, 1)[index].contiguous().cpu()
-        array: npt.NDArray[np.uint8] = cells.view(torch.uint8).numpy()
+        array: npt.NDArray[np.uint8] = self.gather_cells(pages).cpu().numpy()
         return array
+
+    def gather_cells(self, pages: Sequence[int]) -> torch.Tensor:
+        """The same as uint8 on the pool's device. On a GPU it is enqueued only: the host does not wait for it."""
+        index = torch.tensor(list(pages))
+        if self._planes.is_cuda:
+            index = index.pin_memory().to(self._planes.device, non_blocking=True)
+        return self._planes.transpose(0, 1)[index].contiguous().view(torch.uint8)

@@ -257,7 +257,7 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
             raise TransferRefused("prefill and decode do not agree on the prompt's positions")
         sequence.pages = parts.grants.commit(ref, grant_id, generation, capability, peer)
         try:
-            if parts.land_pages is not None:
+            if parts.land_pages is not None and not self.arena.is_written_on_device_by(peer):
                 parts.land_pages(sequence.pages.pages)
             parts.engine.adopt(sequence, first_token)
         except BaseException:

@@ -21,8 +21,8 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource
 from triptych.engine.landed_cache import Content
 from triptych.engine.loop import LanguageEngine
-from triptych.stages.sequences import rows_view
 from triptych.stages.tasks import on_engine
+from triptych.transport.device import DeviceError
 from triptych.transport.layout import checksum64
 from triptych.transport.types import Arena, HaveIt, SlotGrant
 
@@ -117,12 +117,11 @@ class EmbeddingLanding:
             slot = await on_engine(engine.call(check))
             if slot.num_bytes != num_bytes:
                 raise TransferRefused("the commit has another length than the slot")
-            view = self._arena.buffer[slot.offset : slot.offset + num_bytes]
-            await _check_bytes(view, checksum)
+            landed = await self._checked(peer, slot.offset, num_bytes, checksum)
 
             def land() -> None:
                 check()  # the slot may have changed hands while its bytes were being checked
-                self._land(ref, item_index, view, source)
+                self._land(ref, item_index, landed, source)
 
             await on_engine(engine.call(land))
         except TriptychError:
@@ -198,11 +197,25 @@ class EmbeddingLanding:
         slot = self._engine.landing.hand(ref, item_index, peer)
         return SlotGrant(slot.slot_id, slot.offset, slot.num_bytes, slot.generation, slot.capability)
 
-    def _land(self, ref: AttemptRef, item_index: int, view: memoryview, source: EmbeddingSource) -> None:
+    async def _checked(self, peer: WorkerRef, offset: int, num_bytes: int, checksum: int) -> torch.Tensor:
+        """The slot where the peer wrote, uint8 (num_bytes,). Raises TransferRefused when that is not what it sent."""
+        device = self._arena.device
+        if device is None or not device.is_written_by(peer):
+            view = self._arena.buffer[offset : offset + num_bytes]
+            await _check_bytes(view, checksum)
+            return torch.frombuffer(view, dtype=torch.uint8)
+        try:
+            view = await asyncio.to_thread(device.read, offset, num_bytes)
+        except DeviceError as error:
+            raise TransferRefused(f"the device memory of the slot cannot be read ({error})") from error
+        await _check_bytes(view, checksum)
+        return device.tensor[offset : offset + num_bytes]
+
+    def _land(self, ref: AttemptRef, item_index: int, landed: torch.Tensor, source: EmbeddingSource) -> None:
         sequence = self._engine.find(ref)
         if sequence is None:
             raise StaleAttempt("this attempt has ended")
-        rows = rows_view(view, sequence.items[item_index].item.num_tokens, self._dtype)
+        rows = landed.view(self._dtype).view(sequence.items[item_index].item.num_tokens, -1)
         self._engine.land(ref, item_index, rows, source)
 
     def _fail_owed(self, peer: WorkerRef) -> None:

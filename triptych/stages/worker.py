@@ -36,6 +36,7 @@ from triptych.rpc.server import RpcServer, add_describe
 from triptych.rpc.tls import ClusterTls, load_tls
 from triptych.stages.data_port import open_data_port
 from triptych.stages.decode import DecodeParts, DecodeStage
+from triptych.stages.device_memory import is_device_only, offers_device, open_driver, without_device
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.stages.encode_room import EncodeRoom
 from triptych.stages.encoder import EncoderStage
@@ -47,6 +48,8 @@ from triptych.stages.prefill import PrefillParts, PrefillStage
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 from triptych.stages.tasks import Background
 from triptych.transport.curve import CurveKeys
+from triptych.transport.device import Driver
+from triptych.transport.device_arena import DeviceArena
 from triptych.transport.layout import embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.names import SHM, TRANSPORT_CHOICES
@@ -127,13 +130,21 @@ class _Engine(Protocol):
 class Worker:
     """Owner of everything that one worker holds; `stop` gives it all back.
 
+    `driver` is for tests: a device that is none.
     Raises StartupError from `start` when settings, model or machine cannot work.
     """
 
-    def __init__(self, plan: WorkerPlan, observer: LogitsObserver | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        observer: LogitsObserver | None = None,
+        clock: Clock | None = None,
+        driver: Driver | None = None,
+    ) -> None:
         self._plan = plan
         self._observer = observer
         self._clock = clock or SystemClock()
+        self._driver = driver
         self._exit = AsyncExitStack()
         self._background = Background()
         self._engines: list[_Engine] = []
@@ -193,6 +204,7 @@ class Worker:
         self._transports, data_port = TRANSPORT_CHOICES[self._plan.common.transport], None
         if self._plan.lands_embeddings_of_others or self._plan.lands_kv_of_others:
             self._transports, data_port = await open_data_port(self._plan.common, self._exit)
+        self._choose_driver(compute)
         endpoint = Endpoint(self.ref, host_id(), self._transports)
         pool = self.link_pool = LinkPool(
             endpoint,
@@ -200,6 +212,7 @@ class Worker:
             receivers,
             strict=self._plan.common.strict,
             new_keys=_no_keys if self._tls is None else CurveKeys.make,
+            driver=self._driver,
         )
         language = self._plan.language
         page_tokens = language.page_tokens if language is not None else 0
@@ -222,6 +235,15 @@ class Worker:
         self._exit.push_async_callback(pool.close)
         self._transfer = TransferServicer(endpoint, receivers, data_port)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
+
+    def _choose_driver(self, compute: ComputeChoice) -> None:
+        """A worker with a driver offers device memory, and no other does."""
+        if not offers_device(self._plan.common):
+            self._driver = None
+        elif self._driver is None:
+            self._driver = open_driver(self._plan.common, compute)
+        if self._driver is None:
+            self._transports = without_device(self._transports)
 
     async def _build_vision(
         self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks
@@ -284,7 +306,7 @@ class Worker:
         receivers: Receivers,
     ) -> DecodeStage:
         land_pages = None
-        if arena is not None and not _is_host_memory(compute):
+        if arena is not None and arena.buffer.nbytes and (arena.device or not _is_host_memory(compute)):
             mirror = view_pool(arena.buffer, self._shape, compute.dtype)
             land_pages = partial(_land_pages, mirror, tensor)
         grants = GrantTable(self.ref, engine.manager)
@@ -298,13 +320,15 @@ class Worker:
         return stage
 
     def _make_pool(self, shape: PoolShape, compute: ComputeChoice, layout: bytes) -> tuple[torch.Tensor, Arena | None]:
-        """The pool tensor, and where others write KV the shared segment for it: the pool itself on a CPU, a host mirror
-        of it on a GPU."""
+        """The pool tensor, and where others write KV the arena for it: its device memory is the pool itself, its host
+        memory the pool itself on a CPU and else a mirror of it."""
         if not self._plan.lands_kv_of_others:
             return _new_pool(shape, compute), None
         arena = self._open_arena(
             ArenaKind.KV, layout, shape.pool_bytes(compute.dtype), "--kv-pool-bytes", shape.layout(compute.dtype)
         )
+        if arena.device is not None:
+            return arena.device.tensor.view(compute.dtype).view(shape.dims), arena
         if _is_host_memory(compute):
             return view_pool(arena.buffer, shape, compute.dtype), arena
         return _new_pool(shape, compute), arena
@@ -319,7 +343,23 @@ class Worker:
     def _open_arena(
         self, kind: ArenaKind, layout: bytes, num_bytes: int, flag: str, pages: PageLayout | None = None
     ) -> Arena:
-        """Memory that other processes write to, shared unless they may only send frames."""
+        """Memory that other processes write to: of the device where there is one, and of the host unless that is all
+        they may use; the latter shared unless they may only send frames."""
+        device = self._open_device(num_bytes, flag)
+        if device is not None and is_device_only(self._transports):
+            return replace(Arena.unshared(kind, layout, memoryview(b""), pages), device=device)
+        return replace(self._open_host_arena(kind, layout, num_bytes, flag, pages), device=device)
+
+    def _open_device(self, num_bytes: int, flag: str) -> DeviceArena | None:
+        if self._driver is None:
+            return None
+        device = DeviceArena.create(self._driver, num_bytes, flag)
+        self._exit.push_async_callback(device.close)
+        return device
+
+    def _open_host_arena(
+        self, kind: ArenaKind, layout: bytes, num_bytes: int, flag: str, pages: PageLayout | None
+    ) -> Arena:
         if SHM not in self._transports:
             with _enough_memory(flag, num_bytes):
                 return Arena.unshared(kind, layout, memoryview(bytearray(num_bytes)), pages)

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSet
 from triptych.stages.worker import Worker, WorkerPlan
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 from triptych.text.tokenizer import ChatTokenizer
+from triptych.transport.device import Driver
 
 Topology = str
 """`e-p-d`, `e-pd`, `p-d`, `mono`, or several joined by `+`; `core/topology.py` has them."""
@@ -96,7 +97,8 @@ class LogitsTap:
 class InProcessCluster:
     """Owner of its workers, a temporary runtime folder and the router's pipeline. An async context manager.
 
-    The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers.
+    The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers. `driver_of` gives a worker,
+    by its id, a device that is none (`fake_device.py`).
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class InProcessCluster:
         num_monos: int = 1,
         transport: str | None = None,
         tls: TlsFiles | None = None,
+        driver_of: Callable[[str], Driver | None] = lambda _: None,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
@@ -123,6 +126,7 @@ class InProcessCluster:
         self._dtype = dtype
         self._transport = transport or "auto"
         self._tls = tls
+        self._driver_of = driver_of
         self._language = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
@@ -143,7 +147,7 @@ class InProcessCluster:
         folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="triptych-test-")))
         self._runtime = RuntimeFolder(folder / "run")
         for plan in self._plans():
-            worker = Worker(plan, observer=self._tap)
+            worker = Worker(plan, observer=self._tap, driver=self._driver_of(plan.common.worker_id))
             await worker.start()
             self.workers.append(worker)
             self._exit.push_async_callback(worker.stop)

@@ -36,6 +36,10 @@ class PageWriter(Protocol):
         """Nothing more of this grant is sent. Idempotent."""
         ...
 
+    async def settle(self) -> None:
+        """After `cancel`: returns when nothing of what was sent can still write to the grant's pages. Never raises."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class WriterEvents:

@@ -10,6 +10,7 @@ from triptych.core.plan import IDENTITY_BYTES
 from triptych.rpc import check, convert
 from triptych.rpc.errors import detail_from_error, error_from_detail
 from triptych.transport.data_frame import CURVE_KEY_BYTES, SESSION_KEY_BYTES
+from triptych.transport.device import HANDLE_BYTES, UUID_BYTES, DeviceAddress
 from triptych.transport.layout import FINGERPRINT_BYTES
 from triptych.transport.types import (
     AbortAsked,
@@ -57,13 +58,15 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`; they are empty for others."""
+    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`, `device` for `cuda_ipc`; they are empty
+    for others."""
 
     transport: str
     segment_name: str = ""
     segment_bytes: int = 0
     mapping_id: int = 0
     data: DataAddress = field(default_factory=DataAddress)
+    device: DeviceAddress | None = None
 
 
 # --- hello -----------------------------------------------------------------------------------------------------------
@@ -110,6 +113,11 @@ def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wir
         session_key=welcome.data.session_key,
         curve_key=welcome.data.curve_key,
     )
+    if welcome.device is not None:
+        device = welcome.device
+        ack.device.CopyFrom(
+            wire.DeviceAddress(handle=device.handle, device_uuid=device.uuid, lease_name=device.lease_name)
+        )
     return wire.SessionResponse(sequence=sequence, hello_ack=ack)
 
 
@@ -120,6 +128,7 @@ def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
         check.integer("segment_bytes", ack.segment_bytes, 0, _INT63),
         check.integer("mapping_id", ack.mapping_id, 0, MAX_MAPPING_ID),
         _data_address(ack),
+        _device_address(ack.device) if ack.HasField("device") else None,
     )
 
 
@@ -135,6 +144,14 @@ def _data_address(ack: wire.HelloAck) -> DataAddress:
 
 def _curve_key(raw: bytes) -> bytes:
     return check.exact_bytes("curve_key", raw, CURVE_KEY_BYTES) if raw else b""
+
+
+def _device_address(device: wire.DeviceAddress) -> DeviceAddress:
+    return DeviceAddress(
+        check.exact_bytes("handle", device.handle, HANDLE_BYTES),
+        check.exact_bytes("device_uuid", device.device_uuid, UUID_BYTES),
+        check.text("lease_name", device.lease_name, 64),
+    )
 
 
 # --- requests --------------------------------------------------------------------------------------------------------

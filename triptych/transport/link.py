@@ -40,7 +40,7 @@ class Link(Protocol):
 
     @property
     def transport(self) -> str:
-        """`inproc`, `shm` or `zmq`: the label of the transfer metrics."""
+        """`inproc`, `cuda_ipc`, `shm` or `zmq`: the label of the transfer metrics."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Link(Protocol):
 
     async def abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """Gives up what `ref` (or the one grant) holds at the receiver. Call it only after the last write into it has
-        ended. Never blocks, never raises."""
+        ended. Waits for copies of the grant's pages that are under way, for nothing else; never raises."""
         ...
 
     async def close(self) -> None:
@@ -232,8 +232,15 @@ class AskingLink(ABC):
 
     async def abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         if grant_id is not None:
-            self._drop_writer(grant_id)
+            await self._end_writing(grant_id)
         self.abort_soon(ref, grant_id, reason)
+
+    async def _end_writing(self, grant_id: str) -> None:
+        """The receiver frees the pages when it hears of the abort: no copy may be under way by then."""
+        writer = self._writers.get(grant_id)
+        self._drop_writer(grant_id)
+        if writer is not None:
+            await writer.settle()
 
     def _drop_writer(self, grant_id: str) -> None:
         self._tickets.pop(grant_id, None)

@@ -13,6 +13,8 @@ from triptych.core.worker import WorkerInfo
 from triptych.obs import metrics
 from triptych.rpc.client import TransferStub
 from triptych.transport.curve import CurveKeys
+from triptych.transport.device import Driver
+from triptych.transport.device_arena import DeviceImports
 from triptych.transport.inproc import InprocLink
 from triptych.transport.link import EmbeddingLink, KvLink
 from triptych.transport.names import INPROC
@@ -37,6 +39,7 @@ class LinkPool:
         receivers: what this process can land itself, for receivers that turn out to be this process.
         strict: a second-best transport is an error.
         new_keys: makes each link its keys, where what goes by TCP must be encrypted.
+        driver: of the device that this process computes on, when `me` offers `cuda_ipc`.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class LinkPool:
         *,
         strict: bool = False,
         new_keys: Callable[[], CurveKeys | None] = lambda: None,
+        driver: Driver | None = None,
     ) -> None:
         self._me = me
         self._new_keys = new_keys
         self._strict = strict
         self._sockets = DataSockets()
+        self._imports = None if driver is None else DeviceImports(driver)
         self._stub_of = stub_of
         self._receivers = receivers or Receivers()
         self._links: dict[Key, asyncio.Task[AnyLink]] = {}
@@ -99,7 +104,7 @@ class LinkPool:
                 offered = self._without(offered, blocked, receiver)
 
     def _ways(self, receiver: WorkerInfo) -> Ways:
-        return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys())
+        return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys(), self._imports)
 
     def _without(self, offered: tuple[str, ...], blocked: WayBlocked, receiver: WorkerInfo) -> tuple[str, ...]:
         """What is left to try. Raises TransferRefused when that is nothing, or must be nothing."""

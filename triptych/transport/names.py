@@ -6,23 +6,32 @@ from collections.abc import Sequence
 from typing import Final
 
 INPROC: Final = "inproc"
+CUDA_IPC: Final = "cuda_ipc"
 SHM: Final = "shm"
 ZMQ_IPC: Final = "zmq-ipc"
 ZMQ_TCP: Final = "zmq-tcp"
 
 TRANSPORT_CHOICES: Final = {
-    "auto": (INPROC, SHM, ZMQ_IPC, ZMQ_TCP),
+    "auto": (INPROC, CUDA_IPC, SHM, ZMQ_IPC, ZMQ_TCP),
+    "cuda_ipc": (INPROC, CUDA_IPC),
     "shm": (INPROC, SHM),
     "zmq": (INPROC, ZMQ_IPC, ZMQ_TCP),
     "zmq-ipc": (INPROC, ZMQ_IPC),
     "zmq-tcp": (INPROC, ZMQ_TCP),
 }
-"""What a worker may use, best first. Two workers use what both may; within a process nothing needs to travel."""
+"""What a worker may use, best first. Two workers use what both may; within a process nothing needs to travel. A worker
+without a device offers no `cuda_ipc`."""
 
 
 def shared_transports(
     sender: Sequence[str], receiver: Sequence[str], *, is_same_host: bool, is_same_process: bool = False
 ) -> tuple[str, ...]:
     """What both may use and what can work between them, the sender's first choice first."""
-    possible = {INPROC: is_same_process, SHM: is_same_host, ZMQ_IPC: is_same_host, ZMQ_TCP: True}
+    possible = {
+        INPROC: is_same_process,
+        CUDA_IPC: is_same_host,  # whether the devices reach each other is seen when the sender opens the memory
+        SHM: is_same_host,
+        ZMQ_IPC: is_same_host,
+        ZMQ_TCP: True,
+    }
     return tuple(name for name in sender if name in receiver and possible.get(name, False))

@@ -73,6 +73,9 @@ class MappedPages:
     def cancel(self) -> None:
         return
 
+    async def settle(self) -> None:
+        return
+
 
 def scatter(target: ByteArray, target_pages: npt.NDArray[np.int64], offset: int, data: ByteArray) -> None:
     """Writes a piece of the page stream (see `kv/pages.py`), which may begin and end within a cell, into its cells.

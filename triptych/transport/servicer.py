@@ -23,9 +23,10 @@ import grpc
 from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError
+from triptych.transport.device_arena import SETTLE_S, DeviceArena
 from triptych.transport.dispatch import carry_out, peer_lost
 from triptych.transport.landings import LandingSession, pages_landing, slot_landing
-from triptych.transport.names import ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import CUDA_IPC, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.receiver import Receivers
 from triptych.transport.session import (
     MAX_OUTSTANDING,
@@ -183,6 +184,7 @@ class Conversation:
         self._receivers = receivers
         self._data_port = data_port
         self._landings: LandingSession | None = None
+        self._device: DeviceArena | None = None
         self._session = ReceiverSession(me, self._offer)
         self._write_frame = write
         self._mapping_id = next(_mapping_ids)
@@ -220,6 +222,8 @@ class Conversation:
     def welcome(self, greeted: Greeted) -> None:
         self._welcomed = True
         data = self._open_landings() if greeted.transport in (ZMQ_IPC, ZMQ_TCP) else NO_DATA
+        if greeted.transport == CUDA_IPC:
+            self._open_device()
         self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id, data))
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> None:
@@ -334,12 +338,14 @@ class Conversation:
             return
         arena = self._receivers.arena(self._kind())
         waited_s, pause_s = 0.0, MAPPING_POLL_S
-        while arena is not None and arena.segment is not None and arena.segment.is_mapped_as(self._mapping_id):
+        while arena is not None and arena.is_mapped_as(self._mapping_id):
             await asyncio.sleep(pause_s)
             waited_s += pause_s
             if waited_s >= MAPPING_WARN_S > waited_s - pause_s:
                 _log.warning("a lost sender still has the arena mapped", extra={"worker": self._peer().worker_id})
             pause_s = min(2 * pause_s, MAPPING_POLL_MAX_S)
+        if self._device is not None:
+            await asyncio.sleep(SETTLE_S)
 
     async def _say_farewell(self) -> None:
         if not self._welcomed:
@@ -348,6 +354,14 @@ class Conversation:
             await peer_lost(self._receivers, self._kind(), self._peer())
         except Exception:
             _log.exception("a receiver failed while it let go of a lost peer")
+        if self._device is not None:
+            self._device.closed_to(self._peer())
+
+    def _open_device(self) -> None:
+        arena = self._receivers.arena(self._kind())
+        assert arena is not None and arena.device is not None, "the transport was offered"
+        self._device = arena.device
+        self._device.opened_to(self._peer())
 
     def _open_landings(self) -> DataAddress:
         assert self._data_port is not None, "the transport was offered"
@@ -364,7 +378,8 @@ class Conversation:
         if arena is None or not arena.is_open:
             return None
         name = "" if arena.segment is None else arena.segment.name
-        return ArenaOffer(arena.layout_fingerprint, name, arena.buffer.nbytes)
+        device = None if arena.device is None else arena.device.address
+        return ArenaOffer(arena.layout_fingerprint, name, arena.num_bytes, device)
 
     def _peer(self) -> WorkerRef:
         assert self._session.greeting is not None

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triptych.core.errors import InvalidRequest, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import WorkerRef
 from triptych.transport import frames
-from triptych.transport.names import SHM, shared_transports
+from triptych.transport.device import DeviceAddress
+from triptych.transport.names import CUDA_IPC, SHM, shared_transports
 from triptych.transport.types import (
     AbortAsked,
     Acknowledged,
@@ -214,11 +215,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What a receiver says about one of its arenas in a hello. `segment_name` is empty when it has none."""
+    """What a receiver says about one of its arenas in a hello. `segment_name` is empty when it has none, `device` is
+    None when no peer may map device memory of it."""
 
     layout_fingerprint: bytes
     segment_name: str
     segment_bytes: int
+    device: DeviceAddress | None = None
 
 
 @dataclass(slots=True)
@@ -246,7 +249,8 @@ class ReceiverSession:
         self.state = _NEXT[self.state, "hello_ack"]
         offer = self._offer(greeted.greeting.kind)
         segment_name = offer.segment_name if greeted.transport == SHM else ""
-        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data)
+        device = offer.device if greeted.transport == CUDA_IPC else None
+        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device)
         return frames.welcome_to_frame(greeted.sequence, self.me, welcome)
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> wire.SessionResponse:
@@ -273,9 +277,10 @@ class ReceiverSession:
 
     def _greet(self, frame: wire.SessionRequest) -> Greeted:
         greeting = frames.greeting_from_frame(frame.hello)
-        if self._offer(greeting.kind).layout_fingerprint != greeting.layout_fingerprint:
+        offer = self._offer(greeting.kind)
+        if offer.layout_fingerprint != greeting.layout_fingerprint:
             raise TransferRefused("the two workers lay out their data differently: same model, dtype and page size?")
-        transport = choose_transport(greeting.sender, self.me)
+        transport = choose_transport(greeting.sender, self._as_offered(offer))
         self.greeting = greeting
         return Greeted(frame.sequence, greeting, transport)
 
@@ -288,6 +293,11 @@ class ReceiverSession:
             raise NoRoom("too many transfers of one worker are under way")
         self._outstanding.add(frame.sequence)
         return Work(frame.sequence, asked)
+
+    def _as_offered(self, offer: ArenaOffer) -> Endpoint:
+        if offer.device is not None:
+            return self.me
+        return replace(self.me, transports=tuple(name for name in self.me.transports if name != CUDA_IPC))
 
     def _offer(self, kind: ArenaKind) -> ArenaOffer:
         offer = self.offer_of(kind)

@@ -104,6 +104,14 @@ class SharedSegment:
         answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, probe))
         return bool(answer[0] != fcntl.F_UNLCK)
 
+    def is_mapped(self) -> bool:
+        """Whether some process still has the segment mapped under any id."""
+        if self._fd is None:
+            return False
+        probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, probe))
+        return bool(answer[0] != fcntl.F_UNLCK)
+
     def close(self) -> None:
         """Idempotent. Views that others still hold stay valid: the pages go with the last of them."""
         fd, self._fd = self._fd, None

@@ -10,6 +10,7 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.core.worker import WorkerInfo
 from triptych.kv.pages import PageLayout
+from triptych.transport.device_arena import DeviceArena
 from triptych.transport.shm import SharedSegment
 
 
@@ -25,10 +26,11 @@ class Arena:
     Attributes:
         kind: what lands there.
         layout_fingerprint: 32 bytes from `layout.py`; a sender with another one is refused.
-        buffer: the whole arena, writable bytes.
+        buffer: the whole arena, writable bytes of the host; empty when only `device` can be written.
         segment: the shared segment behind `buffer`; None when only this process can reach that.
         pages: of a KV pool: how its bytes lie in pages.
         is_open: other processes may write here, by the segment or by data frames; else only `inproc` may.
+        device: the same room in device memory. Who maps that writes there and not to `buffer`.
     """
 
     kind: ArenaKind
@@ -37,6 +39,20 @@ class Arena:
     segment: SharedSegment | None = None
     pages: PageLayout | None = None
     is_open: bool = False
+    device: DeviceArena | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.nbytes if self.device is None else self.device.num_bytes
+
+    def is_mapped_as(self, mapping_id: int) -> bool:
+        """Whether some process still has the arena mapped under that id, in whichever memory."""
+        segments = (self.segment, None if self.device is None else self.device.lease)
+        return any(segment is not None and segment.is_mapped_as(mapping_id) for segment in segments)
+
+    def is_written_on_device_by(self, peer: WorkerRef) -> bool:
+        """Whether what that peer commits lies in `device`; else it lies in `buffer`."""
+        return self.device is not None and self.device.is_written_by(peer)
 
     @staticmethod
     def shared(

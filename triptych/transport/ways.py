@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ import zmq.asyncio
 from triptych.core.errors import TransferRefused, TriptychError
 from triptych.transport.carrier import Carrier, MemoryCarrier
 from triptych.transport.curve import CurveKeys
+from triptych.transport.device_arena import DeviceImports, ImportedArena
+from triptych.transport.device_carrier import DeviceCarrier
 from triptych.transport.frames import Welcome
-from triptych.transport.names import SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import CUDA_IPC, SHM, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.shm import SharedSegment
 from triptych.transport.zmq_carrier import ZmqCarrier
 from triptych.transport.zmq_gate import Admission, CurveAdmission, PlainAdmission
@@ -48,11 +51,13 @@ class DataSockets:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """How one receiver's arena can be reached. `host` is the receiver's, from the registry: an address from anywhere
-    else is never dialled. `keys` are this link's own, where what goes by TCP must be encrypted."""
+    else is never dialled. `keys` are this link's own, where what goes by TCP must be encrypted; `imports` is
+    None when this process has no device to write from."""
 
     sockets: DataSockets
     host: str
     keys: CurveKeys | None = None
+    imports: DeviceImports | None = None
 
     @property
     def curve_key(self) -> bytes:
@@ -64,6 +69,8 @@ class Ways:
         if welcome.transport == SHM:
             segment = SharedSegment.open(welcome.segment_name, welcome.segment_bytes, mapping_id=welcome.mapping_id)
             return MemoryCarrier(SHM, segment.buffer, segment)
+        if welcome.transport == CUDA_IPC:
+            return DeviceCarrier(await self._imported(welcome), broken)
         if welcome.transport not in (ZMQ_IPC, ZMQ_TCP) or not welcome.data.session_key:
             raise TransferRefused("the receiver chose a transport that is not known here")
         carrier = ZmqCarrier(
@@ -88,6 +95,21 @@ class Ways:
             return PlainAdmission(welcome.mapping_id, welcome.data.session_key)
         return CurveAdmission(self.keys, welcome.data.curve_key)
 
+    async def _imported(self, welcome: Welcome) -> ImportedArena:
+        """Whoever gives up meanwhile leaves nothing open."""
+        opening = asyncio.create_task(asyncio.to_thread(self._import, welcome))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unwanted)
+            raise
+
+    def _import(self, welcome: Welcome) -> ImportedArena:
+        """The driver takes its time: not for the event loop."""
+        if self.imports is None or welcome.device is None:
+            raise TransferRefused("the receiver chose device memory, and named none or there is no device here")
+        return ImportedArena.open(self.imports, welcome.device, welcome.segment_bytes, welcome.mapping_id)
+
     def _endpoint(self, welcome: Welcome) -> str:
         data = welcome.data
         if welcome.transport == ZMQ_IPC and data.socket_path:
@@ -95,6 +117,11 @@ class Ways:
         if welcome.transport == ZMQ_TCP and data.port:
             return f"tcp://{self.host}:{data.port}"
         raise TransferRefused("the receiver named no data socket")
+
+
+def _close_unwanted(opening: asyncio.Task[ImportedArena]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def host_of(grpc_address: str) -> str:

@@ -306,6 +306,9 @@ class ZmqPageWriter:
             parcel.is_cancelled = True
         self._carrier.forget(self)
 
+    async def settle(self) -> None:
+        """Late frames find no grant."""
+
     def fail(self, error: TriptychError) -> None:
         """On the event loop. The rest of the grant's pages is not sent."""
         if self._error is not None:

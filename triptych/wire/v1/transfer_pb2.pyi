@@ -72,7 +72,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "curve_key")
+    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "device", "curve_key")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class HelloAck(_message.Message):
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
@@ -92,8 +93,19 @@ class HelloAck(_message.Message):
     socket_path: str
     data_port: int
     session_key: bytes
+    device: DeviceAddress
     curve_key: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., device: _Optional[_Union[DeviceAddress, _Mapping]] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+
+class DeviceAddress(_message.Message):
+    __slots__ = ("handle", "device_uuid", "lease_name")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_NAME_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    device_uuid: bytes
+    lease_name: str
+    def __init__(self, handle: _Optional[bytes] = ..., device_uuid: _Optional[bytes] = ..., lease_name: _Optional[str] = ...) -> None: ...
 
 class SlotRequest(_message.Message):
     __slots__ = ("ref", "item_index", "identity", "num_tokens", "num_bytes")
