@@ -38,7 +38,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])},
             )
         try:
             async with asyncio.timeout(timeout_s):
@@ -53,6 +53,10 @@ class Child:
 
     async def stop(self) -> None:
         await _stop(self._process)
+
+
+def _python_path() -> list[str]:
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 async def _said(process: asyncio.subprocess.Process) -> dict[str, Any]:
