@@ -26,6 +26,7 @@ from services.router.calls import (
     StageDone,
     Tokens,
 )
+from services.router.homes import Home
 from services.router.placement import ClusterView, Path, encoder_shares, paths, renewed
 from services.router.queue import AdmissionQueue
 from services.router.tasks import unwrapped_group
@@ -57,11 +58,13 @@ _log = logging.getLogger(__name__)
 class Progress:
     """What is known of an answer so far; the attempt writes it, the caller reads it whenever the answer ends.
 
-    `reported_tokens` is the length of the answer according to the stage that ended it.
+    `reported_tokens` is the length of the answer according to the stage that ended it, `served_by` are the workers that
+    got it last.
     """
 
     cached_tokens: int = 0
     reported_tokens: int | None = None
+    served_by: Home | None = None
     timeline: list[TimelineEvent] = field(default_factory=list)
     workers: dict[Role, list[str]] = field(default_factory=dict)
 
@@ -100,7 +103,7 @@ class Admission:
 class Attempt:
     """Owns the calls of one try; all of them have ended when `run` returns or raises.
 
-    `failed_workers` names the workers whose calls failed, for the next try to avoid.
+    `failed_workers` names the workers whose calls failed, for the next try to avoid. Those at `home` are asked first.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Attempt:
         channels: ChannelPool,
         queue: AdmissionQueue,
         turn: int,
+        home: Home | None,
         timeline: Timeline,
         progress: Progress,
         emit: Callable[[int, Iterable[Token]], None],
@@ -120,6 +124,7 @@ class Attempt:
         self._channels = channels
         self._queue = queue
         self._turn = turn
+        self._home = home
         self._timeline = timeline
         self._progress = progress
         self._emit = emit
@@ -166,6 +171,7 @@ class Attempt:
         if self._job.ref.attempt == 0 and is_first_choice:
             metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
         self._progress.add_worker(Role.DECODE, admission.call.worker)
+        self._progress.served_by = Home(admission.path.decode.ref, admission.path.prefill.ref)
         try:
             yield admission
         finally:
@@ -182,7 +188,7 @@ class Attempt:
         one that is lost is asked again only when there is no other."""
         refusal: TriptychError | None = None
         full = False
-        for path in paths(self._view(frozenset(self.failed_workers)), self._items, self._turn):
+        for path in paths(self._view(frozenset(self.failed_workers)), self._items, self._turn, self._home):
             try:
                 return await self._ask_worker(path)
             except NoRoom:

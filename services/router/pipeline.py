@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.router.attempt import Attempt, Job, Progress
+from services.router.homes import Home, Homes
 from services.router.placement import ClusterView
 from services.router.queue import AdmissionQueue
 from services.router.tasks import owned_task
@@ -26,6 +27,7 @@ from triptych.core.ids import AttemptRef
 from triptych.core.plan import MAX_RETRACTIONS, FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline, TimelineEvent
 from triptych.core.worker import Role, WorkerInfo
+from triptych.obs import metrics
 from triptych.rpc.client import ChannelPool
 
 MAX_ATTEMPTS = 2
@@ -63,13 +65,16 @@ Event = Batch | Done
 
 class Answer:
     """An answer in the making: one choice of a request. `deadline_s` is by the event loop's clock, `turn` decides
-    between workers that are alike."""
+    between workers that are alike. `prompt_number` is what the prompt is remembered by, `home` who served the turn
+    before it."""
 
     def __init__(self, plan: Plan, timeline: Timeline, deadline_s: float = math.inf) -> None:
         self.plan = plan
         self.timeline = timeline
         self.deadline_s = deadline_s
         self.turn = 0
+        self.prompt_number = 0
+        self.home: Home | None = None
         self.progress = Progress()
         self.order = TokenOrder()
         self.ids: list[int] = []  # of the tokens that have been let through
@@ -124,6 +129,7 @@ class Pipeline:
         self._queue = queue
         self._clock = clock
         self._turns = itertools.count()
+        self._homes = Homes()
 
     @asynccontextmanager
     async def answer(
@@ -141,6 +147,8 @@ class Pipeline:
         deadline_s = beside.first.deadline_s if beside else asyncio.get_running_loop().time() + plan.timeout_s
         answer = Answer(plan, timeline or Timeline("router", WORKER_ID, self._clock), deadline_s)
         answer.turn = beside.first.turn if beside else next(self._turns)
+        known = (beside.first.prompt_number, beside.first.home) if beside else self._homes.find(plan)
+        answer.prompt_number, answer.home = known
         ref = AttemptRef(request_id, beside.choice if beside else 0)
         async with owned_task(self._drive(answer, Job(ref, plan, media, deadline_s))):
             try:
@@ -164,6 +172,17 @@ class Pipeline:
         except Exception:
             _log.exception("a request failed with a bug", extra={"request_id": job.ref.request_id})
             answer.end(TriptychError("an internal error; the router's log has it"))
+        finally:
+            self._remember(answer)
+
+    def _remember(self, answer: Answer) -> None:
+        """Where the next turn finds its KV, however this one ended."""
+        served_by = answer.progress.served_by
+        if served_by is None or not answer.order.emitted:
+            return
+        self._homes.remember(answer.prompt_number, served_by)
+        if answer.home is not None:
+            metrics.FOLLOW_UP_TURNS.labels("home" if served_by == answer.home else "elsewhere").inc()
 
     async def _try_until_done(self, answer: Answer, job: Job) -> FinishReason:
         avoided: frozenset[str] = frozenset()
@@ -208,7 +227,15 @@ class Pipeline:
             return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided | failed)
 
         return Attempt(
-            job, view, self._channels, self._queue, answer.turn, answer.timeline, answer.progress, answer.emit
+            job,
+            view,
+            self._channels,
+            self._queue,
+            answer.turn,
+            answer.home,
+            answer.timeline,
+            answer.progress,
+            answer.emit,
         )
 
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import xxhash
 
+from services.router.homes import Home
 from triptych.core.errors import Unavailable
 from triptych.core.plan import Item
 from triptych.core.worker import Role, WorkerInfo, WorkerState
@@ -69,11 +70,11 @@ class Path:
     encoders: tuple[WorkerInfo, ...] = ()
 
 
-def paths(view: ClusterView, items: Mapping[int, Item], turn: int) -> tuple[Path, ...]:
+def paths(view: ClusterView, items: Mapping[int, Item], turn: int, home: Home | None = None) -> tuple[Path, ...]:
     """A complete path for each decode worker that has one, in the order in which to ask for room.
 
-    Those over avoided workers are left out while there are others, those that borrow a worker come last, and the rest
-    take turns. Raises Unavailable when there is none.
+    Those over avoided workers are left out while there are others, those that borrow a worker come last, and among
+    equals the one at `home` comes first, and the rest take turns. Raises Unavailable when there is none.
     """
     decodes = _required(view, items)[Role.DECODE]
     options = [equals for decode in decodes if (equals := _best_paths(view, decode, items))]
@@ -85,8 +86,14 @@ def paths(view: ClusterView, items: Mapping[int, Item], turn: int) -> tuple[Path
     for num_borrowed in sorted({_num_borrowed(equals[0]) for equals in kept}):
         group = [equals for equals in kept if _num_borrowed(equals[0]) == num_borrowed]
         # Prefill workers take turns at a slower pace, so that every pair of workers comes up.
-        ordered += [equals[turn // len(group) % len(equals)] for equals in _rotated(group, turn)]
+        ones = [_at_home(equals, home) or equals[turn // len(group) % len(equals)] for equals in _rotated(group, turn)]
+        ordered += sorted(ones, key=lambda path: home is None or path.decode.ref != home.decode)
     return tuple(ordered)
+
+
+def _at_home(equals: Sequence[Path], home: Home | None) -> Path | None:
+    """The path over the very workers that hold the conversation."""
+    return next((path for path in equals if Home(path.decode.ref, path.prefill.ref) == home), None)
 
 
 def renewed(path: Path, view: ClusterView, items: Mapping[int, Item]) -> Path:

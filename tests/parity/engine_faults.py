@@ -19,6 +19,7 @@ import torch
 from triptych.core.plan import Token
 from triptych.engine.loop import LanguageEngine
 from triptych.engine.sequence import Sequence as EngineSequence
+from triptych.kv.grants import GrantTable
 from triptych.mm.mrope import mrope_positions
 from triptych.model import runner
 from triptych.model.adapters import qwen_vl
@@ -112,7 +113,8 @@ def keys_exchanged(layer: int) -> Iterator[None]:
 def stale_page(page: int) -> Iterator[None]:
     """One page of the decode worker's pool still holds what the request before wrote there.
 
-    Requests come in pairs: the second finds the first one's page.
+    Requests come in pairs: the second finds the first one's page. All of a prompt travels: what decode holds of it
+    would be counted out of the grant's pages.
     """
     left: list[npt.NDArray[np.uint8]] = []
     copy = MappedPages.copy
@@ -127,8 +129,10 @@ def stale_page(page: int) -> Iterator[None]:
                 left.append(here.copy())
         return moved
 
+    sound = GrantTable.issue
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MappedPages, "copy", copy_all_but_one)
+        patch.setattr(GrantTable, "issue", lambda table, ref, num_tokens, *_: sound(table, ref, num_tokens))
         yield
 
 

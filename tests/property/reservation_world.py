@@ -96,12 +96,14 @@ DISTURBING = frozenset({"abort", "expire"})
 @dataclass(slots=True, eq=False)
 class Request:
     """`slots` are those that an encoder may write to; `record` is the grant for as long as prefill or decode knows it,
-    `is_writing` while prefill may write to its pages."""
+    `is_writing` while prefill may write to its pages, of which
+    there are `num_written`."""
 
     sequence: Sequence
     place: Place = Place.COMING
     record: GrantRecord | None = None
     is_writing: bool = False
+    num_written: int = 0
     pages: SequencePages | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     num_passed: int = 0
@@ -178,7 +180,7 @@ class World:
 
     def _events(self, number: int, request: Request) -> Iterator[Event]:
         place, sequence, record = request.place, request.sequence, request.record
-        if place is Place.COMING and self._pages_of_grant(request) + self._num_decoding() <= self.decode.num_available:
+        if place is Place.COMING and self.decode.offer(*self._asked(request)) is not None:
             yield Event("ask", number)
         if place is Place.RUNNING:
             if sequence.handoff is None:
@@ -245,8 +247,8 @@ class World:
     def _ask(self, number: int, request: Request) -> None:
         """The router gets a grant and tells prefill."""
         sequence = request.sequence
-        tokens = self._pages_of_grant(request) * PAGE
-        request.record = self.grants.issue(sequence.ref, tokens, self._num_decoding())
+        root, ids, tokens, spare_pages = self._asked(request)
+        request.record = self.grants.issue(sequence.ref, tokens, spare_pages, root, ids)
         request.place = Place.WAITING
         self.queue.push(number, Ticket(sequence.num_known, 0, sequence.plan.priority))
         self.line.append(number)
@@ -266,6 +268,8 @@ class World:
             self._leave_prefill(request, Place.ENDED)
             return
         request.sequence.handoff, request.is_writing = WAY, True
+        assert request.record is not None
+        request.num_written = len(request.record.pages)
 
     def _land(self, request: Request, index: int) -> None:
         ref, slot = request.sequence.ref, request.slots[index]
@@ -293,6 +297,7 @@ class World:
             self._leave_prefill(request, Place.ENDED)
             return
         request.record, request.is_writing = None, False
+        self.decode.share(request.pages, request.sequence.ids, request.sequence.num_known)
         self._leave_prefill(request, Place.DECODING)
 
     def _abort(self, number: int, request: Request) -> None:
@@ -320,9 +325,11 @@ class World:
             raise StaleAttempt("it has expired")
         bind(request.sequence.ref, record.grant_id, record.capability, PREFILL)
 
-    def _pages_of_grant(self, request: Request) -> int:
-        """For the prompt, and the one token of the answer whose KV is needed."""
-        return self.decode.pages_for(request.sequence.num_known + 1)
+    def _asked(self, request: Request) -> tuple[bytes, list[int], int, int]:
+        """Of decode: room for the prompt and the one token of the answer whose KV is needed; with a page left for each
+        that decodes."""
+        sequence = request.sequence
+        return sequence.plan.cache_salt, sequence.ids, sequence.num_known + 1, self._num_decoding()
 
     def _num_decoding(self) -> int:
         return sum(request.place is Place.DECODING for request in self.requests)
@@ -360,7 +367,8 @@ class World:
             yield "everybody ends"
             return
         pools = (self.prefill, self.decode)
-        if any(pool.num_available != pool.num_usable for pool in pools) or len(self.grants):
+        are_locked = any(node.locks for pool in pools for node in pool.tree.nodes())
+        if any(pool.num_available != pool.num_usable for pool in pools) or len(self.grants) or are_locked:
             yield "all pages and promises come back"
         counts = self.landing.counts_bytes()
         if len(self.landing) or counts["free"] + counts["cached"] != self.book.capacity_bytes:
@@ -370,8 +378,8 @@ class World:
         at_prefill = [each.sequence.pages.owned for each in self.requests if self._held(each.sequence) is not None]
         at_decode = [each.pages.owned for each in self.requests if each.pages is not None]
         leased = [set(record.pages) for record in self.grants._records.values()]
-        cached = {node.page for node in self.prefill.tree.nodes()}
-        return _are_apart(self.prefill, [*at_prefill, cached]) and _are_apart(self.decode, at_decode + leased)
+        here, there = ({node.page for node in pool.tree.nodes()} for pool in (self.prefill, self.decode))
+        return _are_apart(self.prefill, [*at_prefill, here]) and _are_apart(self.decode, [*at_decode, *leased, there])
 
     def _held(self, sequence: Sequence) -> SequencePages | None:
         pages = sequence.pages
@@ -390,7 +398,7 @@ class World:
             ):
                 return False
         written = [record.pages for record in self.grants._records.values()]
-        num_written = sum(self._pages_of_grant(request) for request in self.requests if request.is_writing)
+        num_written = sum(request.num_written for request in self.requests if request.is_writing)
         return sum(map(len, written)) == num_written
 
     def _holds_anything(self, request: Request) -> bool:
@@ -408,7 +416,8 @@ class World:
             self.num_left,
             tuple(map(self._key_of, self.requests)),
             tuple((entry.request, entry.num_passed) for entry in self.queue._waiting),
-            self._key_of_tree(),
+            self._key_of_tree(self.prefill),
+            self._key_of_tree(self.decode),
             tuple(self.prefill.counts().values()),
             tuple(self.decode.counts().values()),
             self.decode.num_available,
@@ -416,16 +425,26 @@ class World:
         )
 
     def _key_of(self, request: Request) -> object:
-        sequence, pages, record = request.sequence, request.sequence.pages, request.record
-        held = None if pages is None else (len(pages.pages), len(pages.path), len(pages.owned), pages.is_released)
+        sequence, record = request.sequence, request.record
+        held = tuple(
+            None if pages is None else (len(pages.pages), len(pages.path), len(pages.owned), pages.is_released)
+            for pages in (sequence.pages, request.pages)
+        )
+        granted = None if record is None else (record.num_pages, len(record.path), len(record.pages))
         items = tuple((pending.source, pending.rows is None) for pending in sequence.items)
         state = None if record is None else record.state if record.grant_id in self.grants._records else "gone"
-        own = (request.place, request.is_writing, request.num_passed, tuple(request.slots), request.pages is None)
-        return own, held, items, state, sequence.num_computed, sequence.handoff is None
+        own = (
+            request.place,
+            request.is_writing,
+            request.num_passed,
+            tuple(request.slots),
+            request.is_writing * request.num_written,
+        )
+        return own, held, granted, items, state, sequence.num_computed, sequence.handoff is None
 
-    def _key_of_tree(self) -> object:
-        nodes = sorted((_path_of(node), node.locks) for node in self.prefill.tree.nodes())
-        return tuple(nodes), tuple(map(_path_of, self.prefill.tree.unlocked()))
+    def _key_of_tree(self, pool: CacheManager) -> object:
+        nodes = sorted((_path_of(node), node.locks) for node in pool.tree.nodes())
+        return tuple(nodes), tuple(map(_path_of, pool.tree.unlocked()))
 
     def _key_of_landing(self) -> object:
         table, kept = self.landing, self.landing._cache

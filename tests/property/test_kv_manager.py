@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,18 +36,30 @@ class Held:
     holds: set[Prefix] = field(default_factory=set)
 
 
+@dataclass(eq=False)
+class Granted:
+    """What was asked for with a grant, and what of it was cached."""
+
+    root: bytes
+    ids: list[int]
+    num_tokens: int
+    holds: set[Prefix]
+
+
 class PoolMachine(RuleBasedStateMachine):
     part: type[CacheManager] = CacheManager
+    granting: type[GrantTable] = GrantTable
     sequences: Bundle[Held] = Bundle("sequences")
     grants: Bundle[GrantRecord] = Bundle("grants")
 
     def __init__(self) -> None:
         super().__init__()
         self.manager = self.part(NUM_PAGES, PAGE)
-        self.table = GrantTable(WorkerRef("decode-0", 3), self.manager)
+        self.table = self.granting(WorkerRef("decode-0", 3), self.manager)
         self.cached: dict[Prefix, int] = {}
         self.living: list[Held] = []
         self.records: list[GrantRecord] = []
+        self.granted: dict[str, Granted] = {}  # those that hold what is cached, by the id of the grant
         self.serial = 0
 
     # --- sequences ---
@@ -127,28 +140,40 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def clear_cache(self) -> None:
-        locked = {prefix for held in self.living for prefix in held.holds}
+        locked = self.locked()
         assert self.manager.clear_cache() == len(self.cached.keys() - locked)
         self.forget_evicted()
         assert self.cached.keys() == locked
 
     # --- grants ---
 
-    @rule(target=grants, num_tokens=st.integers(1, 18))
-    def issue(self, num_tokens: int) -> object:
+    @rule(
+        target=grants,
+        root=st.sampled_from([b"", b"", b"", b"salt"]),
+        common=st.integers(1, 8),
+        own=st.integers(0, 3),
+        room=st.integers(0, 7),
+    )
+    def issue(self, root: bytes, common: int, own: int, room: int) -> object:
         self.serial += 1
+        ids = [0] * common + [1] * own
+        num_tokens = len(ids) + room
         num_pages = -(-num_tokens // PAGE)
-        available = self.num_available()
+        expected, before = self.known_prefix(root, ids), self.picture()
+        fits = self.would_fit(root, ids, num_tokens, expected)
         try:
-            record = self.table.issue(AttemptRef(f"req-{self.serial}"), num_tokens)
+            record = self.table.issue(AttemptRef(f"req-{self.serial}"), num_tokens, 0, root, ids)
         except RequestTooLarge:
-            assert num_pages > USABLE
+            assert num_pages > USABLE and self.picture() == before
             return multiple()
         except NoRoom:
-            assert available < num_pages <= USABLE
+            assert not fits and num_pages <= USABLE and self.picture() == before
             return multiple()
-        assert num_pages <= available
+        assert fits
+        assert [node.page for node in record.path] == expected and record.num_pages == num_pages - len(expected)
         self.records.append(record)
+        holds = {self.prefix(root, ids, index) for index in range(len(expected))}
+        self.granted[record.grant_id] = Granted(root, ids, num_tokens, holds)
         return record
 
     @rule(record=grants, writer=st.sampled_from(WRITERS))
@@ -158,10 +183,14 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises((StaleAttempt, TransferRefused)):
                 self.table.bind(record.ref, record.grant_id, record.capability, writer)
             return
-        taken = self.pages_in_hands()
+        taken, asked = self.pages_in_hands(), self.granted[record.grant_id]
+        expected = self.known_prefix(asked.root, asked.ids)
         self.table.bind(record.ref, record.grant_id, record.capability, writer)
+        asked.holds = {self.prefix(asked.root, asked.ids, index) for index in range(len(expected))}
         self.forget_evicted()
-        assert len(set(record.pages)) == record.num_pages
+        assert [node.page for node in record.path] == expected
+        assert self.table.grant_of(record).num_held_tokens == len(expected) * PAGE
+        assert len(set(record.pages)) == record.num_pages == -(-asked.num_tokens // PAGE) - len(expected)
         assert not set(record.pages) & (taken | set(self.cached.values()))
 
     @rule(target=sequences, record=grants, writer=st.sampled_from(WRITERS), generation=st.sampled_from([0, 0, 0, 1]))
@@ -169,10 +198,15 @@ class PoolMachine(RuleBasedStateMachine):
         is_due = self.state_of(record) is GrantState.BOUND and record.writer == writer and generation == 0
         arguments = (record.ref, record.grant_id, record.generation + generation, record.capability, writer)
         if is_due:
+            asked = self.granted.pop(record.grant_id)
             pages = self.table.commit(*arguments)
-            assert pages.pages == record.pages and pages.owned == set(record.pages)
+            cached = [self.cached[self.prefix(asked.root, asked.ids, index)] for index in range(len(asked.holds))]
+            assert pages.pages == cached + record.pages and pages.owned == set(record.pages)
+            assert pages.root == asked.root and pages.cached_tokens == len(cached) * PAGE
             self.records.remove(record)
-            held = Held(pages, list(range(5, 5 + len(record.pages) * PAGE)), len(record.pages) * PAGE)
+            num_tokens = len(pages.pages) * PAGE
+            ids = [*asked.ids, *range(5, 5 + num_tokens - len(asked.ids))]
+            held = Held(pages, ids, num_tokens, len(cached), asked.holds)
             self.living.append(held)
             return held
         else:
@@ -184,6 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release_grant(self, record: GrantRecord) -> None:
         state = self.state_of(record)
         self.table.release(record.grant_id)
+        self.granted.pop(record.grant_id, None)
         if state is GrantState.CREDITED:
             self.records.remove(record)
         elif state is GrantState.BOUND:
@@ -195,6 +230,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.table.writer_finished(record.ref, record.grant_id if is_named else None, writer)
         if ends:
             self.records.remove(record)
+            self.granted.pop(record.grant_id, None)
 
     @rule(writer=st.sampled_from(WRITERS))
     def writer_lost(self, writer: WorkerRef) -> None:
@@ -204,6 +240,8 @@ class PoolMachine(RuleBasedStateMachine):
         expected = {record.ref for record in owing if record.state is GrantState.BOUND}
         assert set(self.table.writer_lost(writer)) == expected
         self.records = [record for record in self.records if record not in owing]
+        for record in owing:
+            self.granted.pop(record.grant_id, None)
 
     # --- the model ---
 
@@ -221,17 +259,21 @@ class PoolMachine(RuleBasedStateMachine):
         return pages
 
     def would_fit(self, root: bytes, ids: list[int], num_tokens: int, cached: list[int]) -> bool:
-        locked = {prefix for held in self.living for prefix in held.holds}
+        locked = self.locked()
         own = {self.prefix(root, ids, index) for index in range(len(cached))}
         evictable = len(self.cached.keys() - locked - own)
         needed = -(-num_tokens // PAGE) - len(cached)
         return needed <= USABLE - len(self.pages_in_hands()) - len(self.cached) + evictable - self.num_credited()
 
+    def locked(self) -> set[Prefix]:
+        holders = [*self.living, *self.granted.values()]
+        return {prefix for holder in holders for prefix in holder.holds}
+
     def num_credited(self) -> int:
         return sum(record.num_pages for record in self.records if record.state is GrantState.CREDITED)
 
     def num_available(self) -> int:
-        locked = {prefix for held in self.living for prefix in held.holds}
+        locked = self.locked()
         free = USABLE - len(self.pages_in_hands()) - len(self.cached)
         return free + len(self.cached.keys() - locked) - self.num_credited()
 
@@ -247,7 +289,7 @@ class PoolMachine(RuleBasedStateMachine):
         """What the tree let go; nothing that is held may be among it, nor a page with a cached one behind it."""
         present = {node.page for node in self.manager.tree.nodes()}
         evicted = {prefix for prefix, page in self.cached.items() if page not in present}
-        assert not evicted & {prefix for held in self.living for prefix in held.holds}
+        assert not evicted & self.locked()
         self.cached = {prefix: page for prefix, page in self.cached.items() if page in present}
         for root, ids in self.cached:
             assert len(ids) == PAGE or (root, ids[:-PAGE]) in self.cached
@@ -281,6 +323,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts["leased"] == by_state[GrantState.BOUND]
         assert counts["quarantined"] == by_state[GrantState.QUARANTINED]
         assert len(self.table) == len(self.records)
+
+    @invariant()
+    def what_is_held_is_locked_as_often_as_it_is_held(self) -> None:
+        holders = [*self.living, *self.granted.values()]
+        expected = Counter(self.cached[prefix] for holder in holders for prefix in holder.holds)
+        assert {node.page: node.locks for node in self.manager.tree.nodes() if node.locks} == expected
 
     @invariant()
     def promises_can_be_kept(self) -> None:
@@ -401,4 +449,46 @@ class SharesAndKeeps(CacheManager):
     ],
 )
 def test_a_broken_manager_is_caught(broken: type[CacheManager]) -> None:
+    assert_machine_catches(type("Broken", (PoolMachine,), {"part": broken}))
+
+
+class KeepsWhatItHeld(GrantTable):
+    def _let_go(self, record: GrantRecord) -> None:
+        record.path = []
+
+
+class GivesBackTwice(GrantTable):
+    def _let_go(self, record: GrantRecord) -> None:
+        self._manager.let_go(record.path)
+
+
+class HoldsWithoutALock(CacheManager):
+    def hold(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> list[Node] | None:
+        path = super().hold(root, ids, num_tokens, spare_pages)
+        if path is not None:
+            self.let_go(path)
+        return path
+
+
+class HoldsTheLastToken(CacheManager):
+    """Then nothing of the prompt is left to be written."""
+
+    def hold(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> list[Node] | None:
+        return super().hold(root, [*ids, 0], num_tokens, spare_pages)
+
+
+class ForgetsThePromiseOfWhatItHolds(CacheManager):
+    def hold_more(self, root: bytes, ids: Sequence[int], path: list[Node]) -> int:
+        more = super().hold_more(root, ids, path)
+        self._num_credited += more
+        return more
+
+
+@pytest.mark.parametrize("broken", [KeepsWhatItHeld, GivesBackTwice])
+def test_a_broken_table_of_grants_is_caught(broken: type[GrantTable]) -> None:
+    assert_machine_catches(type("Broken", (PoolMachine,), {"granting": broken}))
+
+
+@pytest.mark.parametrize("broken", [HoldsWithoutALock, HoldsTheLastToken, ForgetsThePromiseOfWhatItHolds])
+def test_a_manager_that_holds_wrongly_is_caught(broken: type[CacheManager]) -> None:
     assert_machine_catches(type("Broken", (PoolMachine,), {"part": broken}))

@@ -12,6 +12,7 @@ from tests.unit.engine_house import (
     answer_of,
     heard,
 )
+from triptych.core.errors import Aborted
 from triptych.core.lifecycle import Phase
 from triptych.core.plan import EmbeddingSource, FinishReason, Token
 from triptych.engine.loop import missing_items
@@ -235,5 +236,30 @@ def test_a_sequence_is_taken_over_after_its_first_token() -> None:
     house.finish(sequence)
     assert [token.index for token in heard(sequence).tokens_seen] == [1, 2, 3, 4]
     assert [token.id for token in heard(sequence).tokens_seen] == answer[1:]
-    assert house.manager.counts()["cached"] == 0, "a grant's pages are not shared"
     assert house.is_clean
+    assert house.manager.match_tokens(b"", [*sequence.ids, 0]) == 8, (
+        "6 + 5 tokens, of which the last was never computed"
+    )
+
+
+def test_the_prompt_of_one_that_was_taken_over_serves_others_while_it_decodes() -> None:
+    house = House()
+    sequence = house.new([1, 2, 3, 4, 5, 6], max_tokens=5)
+    house.manager.credit(2)
+    sequence.pages = house.manager.own_leased(house.manager.bind_credit(2))
+    house.engine.adopt(sequence, Token(0, answer_of(sequence)[0]))
+    assert house.manager.match_tokens(b"", [1, 2, 3, 4, 9]) == 4
+    house.engine.abort(sequence.ref, Aborted("the caller left"))
+    assert house.is_clean and house.manager.counts()["cached"] == 1
+
+
+def test_what_the_other_worker_holds_is_not_pushed() -> None:
+    house = House(max_chunk=5)
+    prompt = list(range(1, 15))
+    sequence, target = house.submit(prompt, needs_handoff=True), PoolOfAnother(house.runner)
+    house.turn()
+    house.engine.bound(sequence.ref, target, num_held_pages=2)
+    house.turn_until(lambda: "handed_off" in heard(sequence).story)
+    assert sorted(target.pages) == [0, 1], "places in the grant, which begins behind what is held"
+    assert target.values(6) == prompt[8:]
+    assert heard(sequence).num_bytes == 200

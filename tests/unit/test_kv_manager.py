@@ -8,7 +8,7 @@ from triptych.core.errors import NoRoom, RequestTooLarge, StaleAttempt, Transfer
 from triptych.core.grant import Region
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.kv.allocator import PageAllocator
-from triptych.kv.grants import GrantTable
+from triptych.kv.grants import GrantRecord, GrantTable
 from triptych.kv.manager import CacheManager, SequencePages
 
 PAGE = 4
@@ -295,3 +295,102 @@ def test_generations_and_capabilities_never_repeat() -> None:
     assert len({record.generation for record in records}) == 100
     assert len({record.capability for record in records}) == 100
     assert all(len(record.capability) == 16 for record in records)
+
+
+# --- grants over what is cached ---------------------------------------------------------------------------------------
+
+PROMPT = list(range(10))
+
+
+def held_grant(table: Table, num_tokens: int = 12) -> GrantRecord:
+    """A grant for PROMPT, of which two pages are cached."""
+    cache(table.manager, PROMPT[:8])
+    record = table.grants.issue(REF, num_tokens, 0, ROOT, PROMPT)
+    assert [node.page for node in record.path] == [1, 2] and record.num_pages == 1
+    return record
+
+
+def locked(manager: CacheManager) -> list[int]:
+    return sorted(node.page for node in manager.tree.nodes() if node.locks)
+
+
+def test_a_grant_covers_only_what_is_not_cached_and_keeps_the_rest_where_it_is() -> None:
+    table = Table()
+    record = held_grant(table)
+    assert table.grants.grant_of(record).num_held_tokens == 0, "it is told with the pages"
+    assert table.manager.num_available == 8 - 2 - 1
+    assert table.manager.clear_cache() == 0
+    table.grants.bind(REF, record.grant_id, record.capability, WRITER)
+    grant = table.grants.grant_of(record)
+    assert (grant.num_held_tokens, grant.groups[0].pages) == (8, [3])
+    pages = table.grants.commit(REF, record.grant_id, record.generation, record.capability, WRITER)
+    assert (pages.pages, pages.owned, pages.cached_tokens, pages.root) == ([1, 2, 3], {3}, 8, ROOT)
+    table.manager.release(pages)
+    assert locked(table.manager) == []
+    assert table.manager.counts() == {"free": 6, "cached": 2, "owned": 0, "leased": 0, "quarantined": 0}
+
+
+def test_the_last_token_is_written_although_its_page_is_cached() -> None:
+    table = Table()
+    cache(table.manager, PROMPT[:8])
+    record = table.grants.issue(REF, 8, 0, ROOT, PROMPT[:8])
+    assert (len(record.path), record.num_pages) == (1, 1)
+
+
+def test_what_was_cached_meanwhile_is_held_from_the_binding_on() -> None:
+    table = Table(5)
+    record = table.grants.issue(REF, 12, 0, ROOT, PROMPT)
+    assert record.num_pages == 3
+    cache(table.manager, PROMPT[:4])
+    assert table.manager.num_available == 1
+    table.grants.bind(REF, record.grant_id, record.capability, WRITER)
+    assert (table.grants.grant_of(record).num_held_tokens, len(record.pages)) == (4, 2)
+    assert table.manager.num_available == 1, "nobody else has less room than before"
+    table.manager.check_integrity()
+
+
+def test_another_tenants_pages_are_not_held() -> None:
+    table = Table(20)
+    cache(table.manager, PROMPT[:8], b"tenant a")
+    assert table.grants.issue(REF, 12, 0, b"tenant b", PROMPT).path == []
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize(
+    "ending", ["release", "finished", "lost", "release, finished", "finished, release", "lost, release"]
+)
+def test_what_a_grant_held_is_given_back_once_however_it_ends(is_bound: bool, ending: str) -> None:
+    """Somebody else holds the same pages all the while: one lock too few would be his."""
+    table = Table(20)
+    record = held_grant(table)
+    other = reserved(table.manager, PROMPT, 12)
+    if is_bound:
+        table.grants.bind(REF, record.grant_id, record.capability, WRITER)
+    for event in ending.split(", "):
+        match event:
+            case "release":
+                table.grants.release(record.grant_id)
+            case "finished":
+                table.grants.writer_finished(REF, None, WRITER)
+            case "lost":
+                table.grants.writer_lost(WRITER)
+    is_over = is_bound or "release" in ending
+    assert [node.locks for node in table.manager.tree.nodes()] == [1 if is_over else 2] * 2
+    table.grants.release(record.grant_id)
+    table.grants.writer_lost(WRITER)
+    assert [node.locks for node in table.manager.tree.nodes()] == [1, 1]
+    table.manager.release(other)
+    assert table.manager.num_available == table.manager.num_usable
+    table.manager.check_integrity()
+
+
+def test_a_refused_commit_keeps_what_is_held() -> None:
+    table = Table()
+    record = held_grant(table)
+    table.grants.bind(REF, record.grant_id, record.capability, WRITER)
+    with pytest.raises(TransferRefused):
+        table.grants.commit(REF, record.grant_id, record.generation + 1, record.capability, WRITER)
+    assert locked(table.manager) == [1, 2]
+    assert table.grants.num_held_pages(record.grant_id) == 2
+    table.grants.commit(REF, record.grant_id, record.generation, record.capability, WRITER)
+    assert table.grants.num_held_pages(record.grant_id) is None

@@ -78,9 +78,9 @@ async def test_kv_is_bound_and_committed(host: Host, transport: str, seed: int) 
     pool, source = host.pool(sender_by(transport, host)), Pages(seed)
     link = await pool.kv_link(host.info, KV_LAYOUT)
     credit = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
-    host.kv.credits["grant-1"] = credit
+    host.kv.credits["grant-1"], host.kv.num_held_tokens = credit, 32
     bound = await link.bind_kv(REF, credit)
-    assert bound.groups[0].pages == [0, 1, 2, 3] and bound.generation == 1
+    assert bound.groups[0].pages == [0, 1, 2, 3] and bound.generation == 1 and bound.num_held_tokens == 32
     writer = link.page_writer(bound, source, EVENTS)
     assert not writer.is_congested
     assert writer.copy([], 0) == 0

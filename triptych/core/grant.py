@@ -32,7 +32,8 @@ class Grant:
     grants 0 pages: it reserves prompt and answer together, later.
 
     The capability (16 random bytes) must be shown by whoever binds, writes and commits. `generation` changes each time
-    the pages are reused, and guards the commit.
+    the pages are reused, and guards the commit. `num_held_tokens`, known with the pages, is how much of the prompt the
+    worker's cache holds: `groups` begin behind it, and nobody writes before.
     """
 
     grant_id: str
@@ -42,6 +43,7 @@ class Grant:
     num_pages: int
     generation: int
     groups: tuple[GroupRegions, ...] = ()
+    num_held_tokens: int = 0
 
 
 def regions_of(pages: list[int]) -> tuple[Region, ...]:

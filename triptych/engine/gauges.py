@@ -26,11 +26,11 @@ def publish(
     metrics.DECODE_RUNNING.set(decoding)
     metrics.DECODE_RETRACTED.set(retraction.num_waiting)
     metrics.HOST_POOL_BYTES.set(retraction.host_pool_bytes)
+    metrics.RADIX_PAGES.set(manager.tree.num_pages)
+    metrics.RADIX_EVICTED_PAGES.inc(manager.take_num_evicted())
     if stage != "decode":
         metrics.PREFILL_QUEUE_DEPTH.set(num_waiting)
         metrics.PREFILL_RUNNING.set(len(running) - decoding)
-        metrics.RADIX_PAGES.set(manager.tree.num_pages)
-        metrics.RADIX_EVICTED_PAGES.inc(manager.take_num_evicted())
         for state, num_bytes in landing.counts_bytes().items():
             metrics.LANDING_BYTES.labels(state).set(num_bytes)
 
@@ -39,10 +39,10 @@ def withdraw(stage: str, manager: CacheManager, landing: LandingTable) -> None:
     """The engine has ended: all that `publish` sets is at rest, as in a process that never had one."""
     for state in manager.counts():
         metrics.KV_PAGES.labels(state).set(0)
-    for gauge in (metrics.DECODE_RUNNING, metrics.DECODE_RETRACTED, metrics.HOST_POOL_BYTES):
+    for gauge in (metrics.DECODE_RUNNING, metrics.DECODE_RETRACTED, metrics.HOST_POOL_BYTES, metrics.RADIX_PAGES):
         gauge.set(0)
     if stage != "decode":
-        for gauge in (metrics.PREFILL_QUEUE_DEPTH, metrics.PREFILL_RUNNING, metrics.RADIX_PAGES):
+        for gauge in (metrics.PREFILL_QUEUE_DEPTH, metrics.PREFILL_RUNNING):
             gauge.set(0)
         for state in landing.counts_bytes():
             metrics.LANDING_BYTES.labels(state).set(0)

@@ -7,8 +7,8 @@ from triptych.kv.manager import CacheManager
 
 
 def push_pages(sequence: Sequence, manager: CacheManager) -> int:
-    """Copies the pages that filled up since the last time, and at the prompt's end the partial one. Returns the bytes
-    moved: 0 when nothing is new or nobody waits for it."""
+    """Copies the pages that filled up since the last time, and at the prompt's end the partial one; none of those that
+    the decode worker holds. Returns the bytes moved: 0 when nothing is new or nobody waits for it."""
     if sequence.handoff is None or sequence.pages is None:
         return 0
     is_whole = sequence.num_computed >= sequence.num_known
@@ -16,6 +16,6 @@ def push_pages(sequence: Sequence, manager: CacheManager) -> int:
     first = sequence.num_pushed_pages
     if end <= first:
         return 0
-    moved = sequence.handoff.copy(sequence.pages.pages[first:end], first)
+    moved = sequence.handoff.copy(sequence.pages.pages[first:end], first - sequence.num_held_pages)
     sequence.num_pushed_pages, sequence.num_pushed_bytes = end, sequence.num_pushed_bytes + moved
     return moved

@@ -166,18 +166,20 @@ class LanguageEngine:
             raise StaleAttempt("this attempt is already under way")
         self._residency.check_pages_fit(sequence)
         sequence.phase = advance(advance(Phase.GRANTED, Phase.BOUND), Phase.DECODING)
-        sequence.is_adopted, sequence.ran_ns = True, self._clock.monotonic_ns()
+        sequence.ran_ns = self._clock.monotonic_ns()
         sequence.num_computed = sequence.num_launched = sequence.num_known
         sequence.num_sampled = token.index + 1
         sequence.ids.append(token.id)
+        self._residency.adopted(sequence)
         self._arrived(sequence)
         self._running.append(sequence)
 
-    def bound(self, ref: AttemptRef, handoff: Handoff) -> None:
-        """The decode worker named the pages."""
+    def bound(self, ref: AttemptRef, handoff: Handoff, num_held_pages: int = 0) -> None:
+        """The decode worker named the pages, behind those at the prompt's beginning that it holds."""
         sequence = self._living.get(ref)
         if sequence is not None:
             sequence.handoff = handoff
+            sequence.num_held_pages = sequence.num_pushed_pages = num_held_pages
 
     def land(self, ref: AttemptRef, item_index: int, rows: torch.Tensor, source: EmbeddingSource) -> None:
         """An embedding is complete in its slot; `rows` is (num_tokens, row_elements) over it. It came also for those

@@ -97,10 +97,13 @@ class Residency:
                 pending.rows = None
                 self._landing.consumed(sequence.ref, item_index)
 
+    def adopted(self, sequence: Sequence) -> None:
+        """Another worker has written the prompt: its full pages serve those whose prompts begin alike."""
+        self._share(sequence)
+
     def answered(self, sequence: Sequence) -> None:
-        """The answer is whole: a follow-up turn will want its pages. A grant's are not shared."""
-        if not sequence.is_adopted:
-            self._share(sequence)
+        """The answer is whole: a follow-up turn will want its pages."""
+        self._share(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
         """Room for the sequence's next token. False when no page is left."""

@@ -65,10 +65,10 @@ class Sequence:
         ids: prompt (sentinels at embedding rows), then what was sampled.
         positions: int64 (axes, num_known), of what was known at the beginning; `position_delta` extends it.
         timeline, decode_timeline: what was done for the prompt, and for the answer.
-        is_adopted: its prompt was prefilled by another worker; its pages are not shared.
         needs_handoff: its KV goes to another worker after the first token.
         handoff: where to, once the pages are bound. Nothing runs before.
-        num_computed: tokens whose KV is written here; `num_pushed_pages` of them are written there.
+        num_held_pages: leading pages that the worker there has and is not sent.
+        num_computed: tokens whose KV is written here; the first `num_pushed_pages` are there, held or written.
         num_launched: those, and the tokens of the steps under way.
         num_sampled: tokens of the answer so far, wherever they were sampled.
         num_parked: how often its KV had to wait on the host.
@@ -86,7 +86,6 @@ class Sequence:
     timeline: Timeline
     decode_timeline: Timeline
     needs_handoff: bool = False
-    is_adopted: bool = False
     phase: Phase = Phase.QUEUED
     items: list[PendingItem] = field(default_factory=list)
     pages: SequencePages | None = None
@@ -95,6 +94,7 @@ class Sequence:
     num_computed: int = 0
     num_launched: int = 0
     num_sampled: int = 0
+    num_held_pages: int = 0
     num_pushed_pages: int = 0
     num_pushed_bytes: int = 0
     num_parked: int = 0

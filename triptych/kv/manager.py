@@ -3,7 +3,7 @@
 Every page is in exactly one place:
 
     free          in the allocator
-    cached        in the tree (locked or not)
+    cached        in the tree (locked by sequences and grants, or not)
     owned         private to a sequence (its partial tail, a duplicate, room for tokens to come, or what was leased
                   until its KV was complete)
     leased        bound to a grant, being written by a prefill worker
@@ -150,6 +150,31 @@ class CacheManager:
         self._num_credited += num_pages
         return True
 
+    def hold(self, root: bytes, ids: Sequence[int], num_tokens: int, spare_pages: int = 0) -> list[Node] | None:
+        """Locks the cached prefix of `ids` and promises the pages behind it, for `num_tokens` tokens in all, with
+        `spare_pages` left for others. What is answered goes back by `let_go`, or with the sequence that takes it over
+        (`own_leased`). None changes nothing."""
+        path = self.tree.match(root, ids, len(ids) - 1)
+        if not self._has_room(path, num_tokens, spare_pages):
+            return None
+        self.tree.lock(path)
+        has_room = self.credit(self.pages_for(num_tokens) - len(path), spare_pages)
+        assert has_room, "it was there before the path was locked"
+        return path
+
+    def hold_more(self, root: bytes, ids: Sequence[int], path: list[Node]) -> int:
+        """Adds to a held path what others have cached since, and takes as many pages off the promise behind it. Returns
+        how many."""
+        longer = self.tree.match(root, ids, len(ids) - 1)[len(path) :]
+        self.tree.lock(longer)
+        self.cancel_credit(len(longer))
+        path += longer
+        return len(longer)
+
+    def let_go(self, path: Sequence[Node]) -> None:
+        """Ends a hold."""
+        self.tree.unlock(path)
+
     def cancel_credit(self, num_pages: int) -> None:
         self._num_credited -= num_pages
         assert self._num_credited >= 0
@@ -160,11 +185,13 @@ class CacheManager:
         self._num_leased += num_pages
         return self._take(num_pages)
 
-    def own_leased(self, pages: Sequence[int]) -> SequencePages:
-        """Nobody writes to these pages from outside any more: they are a sequence's own from now on."""
+    def own_leased(self, pages: Sequence[int], root: bytes = b"", path: Sequence[Node] = ()) -> SequencePages:
+        """Nobody writes to these pages from outside any more: they are a sequence's own from now on, behind the held
+        `path`, which is the sequence's too."""
         self._num_leased -= len(pages)
         self._num_owned += len(pages)
-        return SequencePages(b"", list(pages), [], set(pages), 0)
+        cached = [node.page for node in path]
+        return SequencePages(root, [*cached, *pages], list(path), set(pages), len(path) * self.page_tokens)
 
     def free_leased(self, pages: Sequence[int]) -> None:
         self._num_leased -= len(pages)

@@ -64,6 +64,11 @@ REQUEST_SECONDS = Histogram(
     buckets=around(0.01, 0.1, 30.0, 600.0),
 )
 ROUTER_QUEUE_DEPTH = Gauge("triptych_router_queue_depth", "Requests that wait for room in the cluster")
+FOLLOW_UP_TURNS = Counter(
+    "triptych_follow_up_turns_total",
+    "Answers in conversations that workers have served before, by whether the same ones served them again",
+    ("served",),
+)
 ROUTER_INFLIGHT = Gauge("triptych_router_inflight_requests", "Requests that are being served")
 PROMPT_TOKENS = Counter("triptych_prompt_tokens_total", "Prompt tokens of admitted requests, embedding rows included")
 COMPLETION_TOKENS = Counter("triptych_completion_tokens_total", "Tokens answered")
@@ -134,6 +139,9 @@ EMBEDDING_TRANSFER_BYTES = Counter(
     "triptych_embedding_transfer_bytes_total", "Bytes of embeddings written to a landing arena", ("transport",)
 )
 KV_TRANSFER_BYTES = Counter("triptych_kv_transfer_bytes_total", "Bytes of KV written to a decode pool", ("transport",))
+KV_HELD_PAGES = Counter(
+    "triptych_kv_held_pages_total", "KV pages of prompts that a decode worker held already and that were not sent"
+)
 DATA_FRAMES_DROPPED = Counter(
     "triptych_data_frames_dropped_total", "Data frames that were not taken, by what was wrong", ("reason",)
 )

@@ -26,7 +26,9 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
+from triptych.engine.sequence import Sequence
 from triptych.kv.grants import GrantRecord, GrantTable
+from triptych.kv.manager import SequencePages
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
 from triptych.rpc import convert
@@ -47,13 +49,15 @@ MAX_BATCH_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One Generate call in flight."""
+    """One Generate call in flight. `sequence` is the one that decodes here; None where the prefill half of this process
+    makes its own."""
 
     plan: Plan
     grant: Grant
     stream: EventStream
     timeline: Timeline
     opened_ns: int
+    sequence: Sequence | None = None
 
 
 LandPages = Callable[[list[int]], None]
@@ -130,8 +134,11 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
 
     async def bind(self, peer: WorkerRef, ref: AttemptRef, grant_id: str, capability: bytes) -> Grant:
         grants = self._parts.grants
-        record = await on_engine(self._parts.engine.call(partial(grants.bind, ref, grant_id, capability, peer)))
-        return grants.grant_of(record)
+
+        def bind() -> Grant:
+            return grants.grant_of(grants.bind(ref, grant_id, capability, peer))
+
+        return await on_engine(self._parts.engine.call(bind))
 
     async def commit_kv(
         self,
@@ -151,13 +158,11 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
             raise StaleAttempt("this grant has ended")
         if num_tokens != answer.plan.num_known_tokens or first_token.index != len(answer.plan.answer_ids):
             raise TransferRefused("the commit does not cover the prompt")
-        pages = self.arena.pages
-        if pages is not None and num_bytes != self._parts.engine.manager.pages_for(num_tokens) * pages.page_bytes:
-            raise TransferRefused("the commit has another size than the prompt's pages")
         if first_token.id >= self._parts.adapter.vocab_size:
             raise TransferRefused("the first token is not in the vocabulary")
         answer.timeline.add("kv_wait", answer.opened_ns, num_bytes=num_bytes, num_tokens=num_tokens)
-        adopt = partial(self._adopt, answer, peer, ref, grant_id, generation, capability, first_token, position_delta)
+        commit = partial(self._parts.grants.commit, ref, grant_id, generation, capability, peer)
+        adopt = partial(self._adopt, answer, peer, grant_id, commit, num_bytes, first_token, position_delta)
         await on_engine(self._parts.engine.call(adopt))
         self._stop_waiting_for_kv(ref)
 
@@ -177,31 +182,38 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
     async def _open(self, ref: AttemptRef, plan: Plan) -> Answer:
         parts = self._parts
         opened_ns = parts.clock.monotonic_ns()
+        stream = EventStream(asyncio.get_running_loop())
+        timeline = Timeline("decode", parts.worker.worker_id, parts.clock, ref.attempt)
         try:
             self._check_fits(plan)
-            record = await self._issue(partial(self._grant, ref, plan))
+            sequence = self._new_sequence(ref, plan, stream, timeline)
+            record = await self._issue(partial(self._grant, ref, plan, sequence))
         except (NoRoom, RequestTooLarge) as error:
             metrics.GRANTS.labels(error.code.replace("request_", "")).inc()
             raise
         metrics.GRANTS.labels("granted").inc()
-        timeline = Timeline("decode", parts.worker.worker_id, parts.clock, ref.attempt)
         timeline.add("grant", opened_ns)
-        stream = EventStream(asyncio.get_running_loop())
-        answer = Answer(plan, parts.grants.grant_of(record), stream, timeline, parts.clock.monotonic_ns())
+        answer = Answer(plan, parts.grants.grant_of(record), stream, timeline, parts.clock.monotonic_ns(), sequence)
         self._answers[ref] = answer
         self._wait_for_kv(ref)
         return answer
 
-    def _grant(self, ref: AttemptRef, plan: Plan) -> GrantRecord:
-        """On the engine's thread: room for the prompt and some of the answer, with a page left for each that decodes.
-        Where the prompt is prefilled too, room is found there, all at once."""
-        engine, grants = self._parts.engine, self._parts.grants
+    def _new_sequence(self, ref: AttemptRef, plan: Plan, stream: EventStream, timeline: Timeline) -> Sequence | None:
+        """Made before the grant, which looks for its ids in the cache."""
         if self._parts.is_local:
+            return None
+        return new_sequence(ref, plan, self._parts.adapter, stream, timeline, timeline)
+
+    def _grant(self, ref: AttemptRef, plan: Plan, sequence: Sequence | None) -> GrantRecord:
+        """On the engine's thread: room for the prompt, but for what is cached of it, and some of the answer, with a
+        page left for each that decodes. Where the prompt is prefilled too, room is found there, all at once."""
+        engine, grants = self._parts.engine, self._parts.grants
+        if sequence is None:
             return grants.issue(ref, 0)
         engine.check_open()
         num_known, num_most = plan.num_known_tokens, plan.num_total_tokens - 1
         num_tokens = tokens_to_hold(num_known, num_most, plan.num_retractions, engine.manager.page_tokens)
-        return grants.issue(ref, num_tokens, engine.num_decoding)
+        return grants.issue(ref, num_tokens, engine.num_decoding, plan.cache_salt, sequence.ids)
 
     async def _issue(self, issue: Callable[[], GrantRecord]) -> GrantRecord:
         """A credit. Given back when the call is cancelled before it hears of it."""
@@ -243,26 +255,34 @@ class DecodeStage(decode_pb2_grpc.DecodeServicer):
         self,
         answer: Answer,
         peer: WorkerRef,
-        ref: AttemptRef,
         grant_id: str,
-        generation: int,
-        capability: bytes,
+        commit: Callable[[], SequencePages],
+        num_bytes: int,
         first_token: Token,
         position_delta: int,
     ) -> None:
         """On the engine's thread: the commit is checked and the sequence starts, or neither."""
-        parts = self._parts
-        sequence = new_sequence(ref, answer.plan, parts.adapter, answer.stream, answer.timeline, answer.timeline)
-        if sequence.position_delta != position_delta:
+        parts, sequence = self._parts, answer.sequence
+        if sequence is None or sequence.position_delta != position_delta:
             raise TransferRefused("prefill and decode do not agree on the prompt's positions")
-        sequence.pages = parts.grants.commit(ref, grant_id, generation, capability, peer)
+        self._check_size(grant_id, answer.plan.num_known_tokens, num_bytes)
+        pages = sequence.pages = commit()
         try:
             if parts.land_pages is not None and not self.arena.is_written_on_device_by(peer):
-                parts.land_pages(sequence.pages.pages)
+                parts.land_pages(pages.pages[len(pages.path) :])  # what was held is in the pool, and was not sent
             parts.engine.adopt(sequence, first_token)
         except BaseException:
-            parts.engine.manager.release(sequence.pages)
+            parts.engine.manager.release(pages)
             raise
+
+    def _check_size(self, grant_id: str, num_tokens: int, num_bytes: int) -> None:
+        """Raises TransferRefused when the commit is not all of the prompt but what the grant held. One that has ended
+        is told by the commit itself."""
+        layout, num_held = self.arena.pages, self._parts.grants.num_held_pages(grant_id)
+        if layout is None or num_held is None:
+            return
+        if num_bytes != (self._parts.engine.manager.pages_for(num_tokens) - num_held) * layout.page_bytes:
+            raise TransferRefused("the commit has another size than the prompt's pages")
 
     async def _close(self, ref: AttemptRef, answer: Answer) -> None:
         engine, grants = self._parts.engine, self._parts.grants

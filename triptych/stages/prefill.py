@@ -18,6 +18,7 @@ from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
 from triptych.model.adapters.base import Adapter
+from triptych.obs import metrics
 from triptych.rpc import convert
 from triptych.rpc.errors import AbortOnError
 from triptych.stages.attempts import AttemptFence
@@ -163,15 +164,25 @@ class _PrefillRun:
         with self._timeline.span("bind"), needs_receiver():
             self._link = await parts.links.kv(WorkerRef(self._grant.worker_id, self._grant.epoch))
             self._grant = await self._link.bind_kv(self._ref, self._grant)
-        num_pages = sum(len(group.pages) for group in self._grant.groups)
-        if num_pages < parts.engine.manager.pages_for(self._plan.num_known_tokens):
-            raise TransferRefused("the decode worker named too few pages")
+        num_held_pages = self._num_held_pages()
         events = WriterEvents(
             failed=lambda error: _posted(parts.engine, partial(parts.engine.abort, self._ref, blaming_receiver(error))),
             relieved=lambda: _posted(parts.engine, _wake_up),
         )
         writer = self._link.page_writer(self._grant, parts.pages, events)
-        parts.engine.post(partial(parts.engine.bound, self._ref, writer))
+        parts.engine.post(partial(parts.engine.bound, self._ref, writer, num_held_pages))
+
+    def _num_held_pages(self) -> int:
+        """Leading pages of the prompt that need not travel. Raises TransferRefused when the bound grant does not cover
+        what is behind them."""
+        manager, grant = self._parts.engine.manager, self._grant
+        num_held, rest = divmod(grant.num_held_tokens, manager.page_tokens)
+        num_needed = manager.pages_for(self._plan.num_known_tokens) - num_held
+        if rest or num_needed < 1:
+            raise TransferRefused("the decode worker holds what is not this prompt's")
+        if sum(len(group.pages) for group in grant.groups) < num_needed:
+            raise TransferRefused("the decode worker named too few pages")
+        return num_held
 
     async def _commit(self, num_bytes: int) -> None:
         assert self._link is not None and self._first_token is not None
@@ -181,6 +192,7 @@ class _PrefillRun:
                 self._ref, self._grant, self._plan.num_known_tokens, num_bytes, self._first_token, self._position_delta
             )
         self._timeline.add("kv_commit", start_ns, num_bytes=num_bytes)
+        metrics.KV_HELD_PAGES.inc(self._num_held_pages())
         self._is_handed_over = True
         self._parts.engine.post(partial(self._parts.engine.handed_over, self._ref))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triptych.core.errors import TransferRefused
 from triptych.core.grant import Grant, GroupRegions, Region
@@ -101,7 +101,8 @@ class KvLanded:
 
 
 class FakeKvReceiver:
-    """Owner of the credits in `credits`; binds each to the first pages of its pool."""
+    """Owner of the credits in `credits`; binds each to the first pages of its pool, behind `num_held_tokens` of the
+    prompt."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -110,6 +111,7 @@ class FakeKvReceiver:
         self.landed: dict[str, KvLanded] = {}
         self.aborted: list[tuple[AttemptRef, str | None, str]] = []
         self.lost: list[WorkerRef] = []
+        self.num_held_tokens = 0
         self.may_bind = asyncio.Event()
         self.may_bind.set()
 
@@ -119,8 +121,9 @@ class FakeKvReceiver:
         if credit is None or credit.capability != capability:
             raise TransferRefused("no such grant")
         groups = (GroupRegions(0, 0, (Region(0, credit.num_pages),)),)
-        self.bound[grant_id] = Grant(
-            grant_id, credit.worker_id, credit.epoch, capability, credit.num_pages, len(self.bound) + 1, groups
+        generation = len(self.bound) + 1
+        self.bound[grant_id] = replace(
+            credit, generation=generation, groups=groups, num_held_tokens=self.num_held_tokens
         )
         return self.bound[grant_id]
 

@@ -63,7 +63,7 @@ async def _kv(receiver: KvReceiver, peer: WorkerRef, asked: Asked) -> Answer:
     match asked:
         case BindAsked():
             grant = await receiver.bind(peer, asked.ref, asked.grant_id, asked.capability)
-            return Bound(grant.generation, grant.groups)
+            return Bound(grant.generation, grant.groups, grant.num_held_tokens)
         case KvCommitted():
             await receiver.commit_kv(
                 peer,

@@ -290,9 +290,8 @@ def answer_to_frame(sequence: int, answer: Answer | TriptychError) -> wire.Sessi
             return wire.SessionResponse(sequence=sequence, have_it=have_it)
         case Bound():
             groups = [convert.group_to_proto(group) for group in answer.groups]
-            return wire.SessionResponse(
-                sequence=sequence, bound=wire.Bound(generation=answer.generation, groups=groups)
-            )
+            bound = wire.Bound(generation=answer.generation, groups=groups, num_held_tokens=answer.num_held_tokens)
+            return wire.SessionResponse(sequence=sequence, bound=bound)
         case Acknowledged():
             return wire.SessionResponse(sequence=sequence, ack=wire.Ack())
         case TriptychError():
@@ -314,7 +313,9 @@ def answer_from_frame(frame: wire.SessionResponse) -> Answer | TriptychError:
         case "have_it":
             return HaveIt(convert.source_from_proto(frame.have_it.source))
         case "bound":
-            return Bound(frame.bound.generation, convert.groups_from_proto(frame.bound.groups))
+            bound = frame.bound
+            num_held = check.integer("num_held_tokens", bound.num_held_tokens, 0, 2 * convert.MAX_TOKENS)
+            return Bound(bound.generation, convert.groups_from_proto(bound.groups), num_held)
         case "ack":
             return Acknowledged()
         case "refused":

@@ -93,7 +93,7 @@ class EmbeddingLink(Link, Protocol):
 
 class KvLink(Link, Protocol):
     async def bind_kv(self, ref: AttemptRef, grant: Grant, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Grant:
-        """The grant with `groups` and `generation` filled in. Cancelled or late, it aborts the grant."""
+        """The grant with `groups`, `generation` and `num_held_tokens` filled in. Cancelled or late, it aborts it."""
         ...
 
     def page_writer(self, grant: Grant, source: PageSource, events: WriterEvents) -> PageWriter:
@@ -276,4 +276,4 @@ def bound_grant(grant: Grant, bound: Bound) -> Grant:
     for group in bound.groups:
         if grant.num_pages and sum(region.num_pages for region in group.regions) > grant.num_pages:
             raise TransferRefused("the receiver bound more pages than it had granted")
-    return replace(grant, generation=bound.generation, groups=bound.groups)
+    return replace(grant, generation=bound.generation, groups=bound.groups, num_held_tokens=bound.num_held_tokens)

@@ -55,7 +55,8 @@ class KvReceiver(Protocol):
     def arena(self) -> Arena: ...
 
     async def bind(self, peer: WorkerRef, ref: AttemptRef, grant_id: str, capability: bytes) -> Grant:
-        """Turns the credit into pages. Answers the grant with `groups` and `generation` filled in."""
+        """Turns the credit into pages. Answers the grant with `groups`, `generation` and `num_held_tokens` filled
+        in."""
         ...
 
     async def commit_kv(

@@ -145,10 +145,12 @@ Asked = SlotAsked | BindAsked | EmbeddingCommitted | KvCommitted | AbortAsked
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a grant's credit became: the pages, and the generation that the commit must show."""
+    """What a grant's credit became: the pages, and the generation that the commit must show. The prompt's first
+    `num_held_tokens` are not written: the receiver has their KV, and the pages begin behind it."""
 
     generation: int
     groups: tuple[GroupRegions, ...]
+    num_held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

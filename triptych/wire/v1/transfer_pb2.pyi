@@ -152,12 +152,14 @@ class BindRequest(_message.Message):
     def __init__(self, ref: _Optional[_Union[_common_pb2.AttemptRef, _Mapping]] = ..., grant_id: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class Bound(_message.Message):
-    __slots__ = ("generation", "groups")
+    __slots__ = ("generation", "groups", "num_held_tokens")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupRegions]
-    def __init__(self, generation: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.GroupRegions, _Mapping]]] = ...) -> None: ...
+    num_held_tokens: int
+    def __init__(self, generation: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.GroupRegions, _Mapping]]] = ..., num_held_tokens: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("ref", "generation", "capability", "embedding", "kv")
