@@ -19,7 +19,10 @@ from tests.storm import camp
 from tests.storm.faults import FAULTS
 from tests.storm.prompts import NUM_ROOTS, Variant
 from tests.storm.storm import run_camp, run_yard, truths_of
+from tests.storm.truth import certain
 from tests.storm.world import FAMILIES
+from triptych.core.plan import Sampling
+from triptych.model.sampler import SampleRow, sample
 
 FIRST_SEED = SEED % 10_000
 YARDS, CAMPS = 6, 3
@@ -90,3 +93,20 @@ def test_storm_look_alikes_are_told_apart_by_the_truth(family: str) -> None:
     for root in range(SEED % 6, NUM_ROOTS, 6):
         one, other = (truths.of(truths.prompt(root, v), 0, 0) for v in (Variant.BASE, Variant.LOOK_ALIKE))
         assert abs(one.logits[0] - other.logits[0]).max() > 1e-3
+
+
+def test_a_token_that_hangs_on_what_is_nearly_equal_to_the_kth_is_not_certain() -> None:
+    """A top-k keeps all that equal the k-th: a rounding error more, and the others become less likely."""
+    row = torch.tensor([1.0, 0.5, 0.5 - 2e-7, -5.0])
+    equal = torch.tensor([1.0, 0.5, 0.5, -5.0])
+    num_differing = 0
+    for position in range(200):
+        asked = SampleRow(Sampling(1, temperature=1.0, top_k=2, seed=7), 0, position)
+
+        def choose(logits: torch.Tensor, asked: SampleRow = asked) -> int:
+            return sample(logits[None], [asked])[0]
+
+        if choose(row) != choose(equal):
+            num_differing += 1
+            assert certain(row, choose) is None
+    assert num_differing > 20

@@ -32,7 +32,7 @@ from triptych.model import sampler
 from triptych.model.sampler import SampleRow, TokenHistory, sample, uniform
 
 NEW_TOKENS = 10
-FORMAT = 2
+FORMAT = 3
 NOISE = 2e-4
 """More than our logits may differ from the stock model's: a token that survives it is certain."""
 
@@ -105,7 +105,7 @@ class TruthBook:
             index = len(tokens)
             history = TokenHistory(vocabulary, np.array(tokens, np.int64)) if how.has_penalties else None
             asked = SampleRow(how, choice, inputs["input_ids"].shape[1] + index, index, history)
-            token = _certain(row, lambda logits, asked=asked: sample(logits[None], [asked])[0])
+            token = certain(row, lambda logits, asked=asked: sample(logits[None], [asked])[0])
             if token is None:
                 break
             tokens.append(token)
@@ -138,7 +138,7 @@ def _shifted(place: float, shift: float) -> float:
     return min(max(place + shift, 0.0), 1.0 - 1e-12)
 
 
-def _certain(row: torch.Tensor, choose: Callable[[torch.Tensor], int]) -> int | None:
+def certain(row: torch.Tensor, choose: Callable[[torch.Tensor], int]) -> int | None:
     """What is chosen, unless noise of the size of rounding errors changes it: in the logits, or in the place at which
     the cumulative distribution is inverted, where noise in the logits adds up."""
     chosen = choose(row)
@@ -150,6 +150,9 @@ def _certain(row: torch.Tensor, choose: Callable[[torch.Tensor], int]) -> int | 
     for _ in range(8):
         noise = NOISE * (2 * torch.randint(0, 2, row.shape, generator=generator) - 1)
         if choose(row + noise) != chosen:
+            return None
+    for shift in (0.0, 0.5):  # what is nearly equal is made equal: a top-k keeps all that equal the k-th
+        if choose(((row / NOISE + shift).round() - shift) * NOISE) != chosen:
             return None
     second, best = torch.topk(row, 2).values.flip(0).tolist()
     return chosen if best - second > 2 * NOISE else None
