@@ -1,4 +1,5 @@
-"""Stages on two hosts that share a network and a folder on disk, but no memory: embeddings and KV go by ZMQ."""
+"""Stages on two hosts that share a network and a folder on disk, but no memory: embeddings and KV go by ZMQ, all of it
+under TLS: nobody has said that this network is trusted."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import Authority
 from tests.integration.namespaces import Host, service, two_hosts, wait_for, why_not
 from triptych.cli.bundled import bundled_model
+from triptych.core.tls_files import TlsFiles
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -29,8 +32,12 @@ with ChatClient(sys.argv[1]) as client:
     print(client.ask(body | {"temperature": 0}, timeline=False).text)
 """
 METRICS = """
-import sys, urllib.request
-print(urllib.request.urlopen(f"http://{sys.argv[1]}/metrics", timeout=5).read().decode())
+import ssl, sys, urllib.request
+address, cert, key, ca = sys.argv[1:]
+context = ssl.create_default_context(cafile=ca)
+context.check_hostname = False
+context.load_cert_chain(cert, key)
+print(urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read().decode())
 """
 
 
@@ -42,6 +49,7 @@ class Spread:
     there: Host
     url: str
     runtime: Path
+    tls: TlsFiles
 
     def record(self, worker_id: str) -> dict[str, object]:
         record: dict[str, object] = json.loads((self.runtime / "workers" / f"{worker_id}.json").read_text())
@@ -49,7 +57,11 @@ class Spread:
 
     def bytes_moved(self, host: Host, worker_id: str, metric: str) -> dict[str, float]:
         """By transport, from the worker's own metrics; those above zero."""
-        text = host.run(METRICS, str(self.record(worker_id)["metrics_address"]))
+        text = host.run(
+            METRICS,
+            str(self.record(worker_id)["metrics_address"]),
+            *map(str, (self.tls.cert, self.tls.key, self.tls.ca)),
+        )
         found = re.findall(
             rf'^triptych_{metric}_transfer_bytes_total{{transport="([^"]+)"}} (\S+)$', text, re.MULTILINE
         )
@@ -59,19 +71,21 @@ class Spread:
 @contextlib.contextmanager
 def spread(folder: Path) -> Iterator[Spread]:
     model, runtime, ready = str(bundled_model()), folder / "run", folder / "ready.json"
+    files = Authority(folder).issue()
+    tls = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
     with two_hosts() as (here, there), contextlib.ExitStack() as stack:
         places = {"encoder": here, "decode": here, "prefill": there}
         running = {}
         for role, host in places.items():
             flags = ["--model", model, "--runtime-dir", str(runtime), "--worker-id", f"{role}-0"]
-            flags += ["--host", host.address, "--insecure-network", "true", "--threads", "1"]
+            flags += ["--host", host.address, "--threads", "1", *tls]
             running[role] = stack.enter_context(service(host, role, folder / f"{role}.log", *flags))
-        flags = ["--model", model, "--runtime-dir", str(runtime), "--host", there.address, "--port", "0"]
+        flags = ["--model", model, "--runtime-dir", str(runtime), "--host", there.address, "--port", "0", *tls]
         running["router"] = stack.enter_context(
             service(there, "router", folder / "router.log", *flags, "--ready-file", str(ready))
         )
         url = json.loads(wait_for(ready, running, folder, READY_SECONDS))["url"]
-        yield Spread(here, there, str(url), runtime)
+        yield Spread(here, there, str(url), runtime, files)
 
 
 @pytest.fixture(scope="module")
