@@ -20,8 +20,10 @@ from tests.sharing_out import group_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # An example has no time limit of its own: on a busy machine it would measure the machine.
-    hypothesis.settings.register_profile("triptych", deadline=None)
+    # An example has no time limit of its own: on a busy machine it would measure the machine. What fails is made small
+    # but not explained: that traces every line, and takes longer than a test may.
+    phases = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
+    hypothesis.settings.register_profile("triptych", deadline=None, phases=phases)
     hypothesis.settings.load_profile("triptych")
     if config.pluginmanager.hasplugin("hypothesispytest"):
         config.option.hypothesis_seed = config.getoption("hypothesis_seed", None) or str(SEED)

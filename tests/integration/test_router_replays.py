@@ -83,7 +83,9 @@ async def test_an_answer_goes_on_where_it_was(times: int) -> None:
             assert before == ids[: len(before)] and len(before) in range(0, 3 * number + 1, 3)
         assert [call.ref.attempt for call in cluster.hub.calls_to(Role.DECODE)] == list(range(times + 1))
         assert len({call.request.plan.sampling.seed for call in cluster.hub.calls_to(Role.DECODE)}) == 1
-        assert answer.usage(NUM_TOKENS).cached_tokens == 3, "what the replays found is not the caller's"
+        # Where the news came before prefill's first token, it may have come before what is known of the cache, too.
+        reported = {3} if taken_up[1] else {0, 3}
+        assert answer.usage(NUM_TOKENS).cached_tokens in reported, "what the replays found is not the caller's"
         await cluster.hub.until_all_ended()
 
 

@@ -72,13 +72,16 @@ class LandingMachine(RuleBasedStateMachine):
         needed = sum(c.num_tokens for i, c in contents.items() if i not in found) * UNIT
         room = self.book.free_bytes + sum(self.size(each) for each in self.idle if each not in found.values())
         wanted = {i: Wanted(content, content.num_tokens * UNIT) for i, content in contents.items()}
-        if not self.table.try_reserve(attempt.ref, wanted):
-            assert needed > room or (self.book.free_bytes >= 0 and len(self.book._lengths) > 1), "it would have fitted"
-            self.forget_evicted(set(map(id, found.values())))
-            self.idle = [e for e in self.idle if e not in found.values()] + self.unheld(found)
-            return multiple()
-        assert needed <= room
+        is_granted = self.table.try_reserve(attempt.ref, wanted)
+        assert needed <= room or not is_granted
+        assert is_granted or needed > room or len(self.book._lengths) > 1, "it would have fitted"
+        if not is_granted or any((attempt.ref, index) in self.table._living for index in found):
+            # What was found was given back; where it lay in the way of the rest, it went as well.
+            self.idle = [each for each in self.idle if each not in found.values()] + self.unheld(found)
+            found = {}
         self.forget_evicted(set(map(id, found.values())))
+        if not is_granted:
+            return multiple()
         for index, content in contents.items():
             if index in found:
                 attempt.items[index] = found[index]
