@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.router.pipeline import Answer, Pipeline
+from services.router.pipeline import Answer, Batch, Pipeline
 from tests.integration import fake_workers as fake
 from tests.integration.fake_workers import Call, Script, once, running
 from tests.integration.test_router_fake_workers import D, P, collect, plan_of
@@ -167,16 +167,27 @@ async def test_a_replay_that_loses_a_worker_before_it_has_sent_anything_is_repea
 
 
 async def test_a_replay_that_loses_a_worker_after_it_has_sent_something_is_an_error() -> None:
+    has_something = asyncio.Event()  # prefill's token may take longer to the router than decode's next one
+
     async def lost_soon(call: Call) -> AsyncIterator[Any]:
         yield fake.grant(call.worker)
         await call.hub.kv[call.key].wait()
         yield fake.tokens(len(call.request.plan.answer_ids) + 1)
+        await has_something.wait()
         raise PeerLost("gone")
 
+    async def read(answer: Answer) -> None:
+        async for event in answer.events():
+            assert isinstance(event, Batch)
+            if event.tokens[-1].index >= 3:  # the first attempt had three tokens
+                has_something.set()
+
     workers = ("p-0", P), ("d-0", D), ("d-1", D)
-    async with running(*workers, script=Script(once(decode_some, lost_soon), prefill)) as (cluster, pipeline):
-        with pytest.raises(PeerLost):
-            await whole(pipeline, [])
+    script = Script(once(decode_some, lost_soon), prefill)
+    async with running(*workers, script=script) as (cluster, pipeline):
+        async with pipeline.answer(plan_of([], NUM_TOKENS, 10.0), [], "req-1") as answer:
+            with pytest.raises(PeerLost):
+                await read(answer)
         assert len(cluster.hub.calls_to(Role.DECODE)) == 2
         await cluster.hub.until_all_ended()
 
