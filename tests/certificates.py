@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from triptych.core.tls_files import TlsFiles
-from triptych.rpc.tls import TLS_NAME
+from triptych.rpc.tls_greeting import TLS_NAME
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
@@ -14,12 +14,12 @@ EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 class Authority:
     """Owner of a folder with the authority's own key and certificate, and of what it makes there."""
 
-    def __init__(self, folder: Path, name: str = "ca") -> None:
+    def __init__(self, folder: Path, name: str = "ca", *, days: int = 2, key: tuple[str, ...] = EC) -> None:
         self._folder = folder
         self._name = name
         self.path = folder / f"{name}.pem"
         _openssl(
-            *("req", "-x509", *EC, "-nodes", "-days", "2", "-subj", f"/CN={name} of a test"),
+            *("req", "-x509", *key, "-nodes", "-days", str(days), "-subj", f"/CN={name} of a test"),
             *("-keyout", str(folder / f"{name}.key"), "-out", str(self.path)),
         )
 

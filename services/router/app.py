@@ -38,7 +38,7 @@ from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool
-from triptych.rpc.tls import load_tls
+from triptych.rpc.tls import load_tls, tell_of_the_end
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.token_bytes import TokenBytes
 from triptych.text.tokenizer import ChatTokenizer
@@ -152,6 +152,7 @@ async def serve(settings: RouterSettings) -> None:
             async with asyncio.TaskGroup() as group:
                 beside = [
                     group.create_task(registry.run()),
+                    group.create_task(tell_of_the_end(tls)),
                     group.create_task(_tend_workers(registry, cluster, channels)),
                     group.create_task(_announce(settings, server, cluster, registry, listener)),
                 ]

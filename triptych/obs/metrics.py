@@ -15,11 +15,10 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
     generate_latest,
-    start_http_server,
 )
 
 from triptych.core.errors import StartupError
-from triptych.obs.metrics_server import start_tls_server
+from triptych.obs.metrics_server import start_metrics_server
 
 # A `_created` series beside each counter and histogram would double what a scrape carries and tell nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -147,6 +146,10 @@ DATA_FRAMES_DROPPED = Counter(
 )
 FALLBACKS = Counter("triptych_fallbacks_total", "Times that a second-best way was taken", ("reason",))
 FAILPOINTS = Counter("triptych_failpoints_total", "Failpoints that fired", ("name",))
+TLS_EXPIRY = Gauge(
+    "triptych_tls_expiry_timestamp_seconds",
+    "When the certificate that this process shows is of no use any more, since the epoch; 0 without TLS",
+)
 MODEL_PARAMETERS = Gauge("triptych_model_parameters", "Parameters loaded", ("part",))
 ERRORS = Counter("triptych_errors_total", "Errors raised inside a stage", ("stage", "code"))
 
@@ -162,7 +165,7 @@ def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> in
     Returns the port, which the system chose if `port` is 0. Raises StartupError when it cannot be bound.
     """
     try:
-        server = start_http_server(port, addr=host)[0] if tls is None else start_tls_server(host, port, tls)
+        server = start_metrics_server(host, port, tls)
     except OSError as error:
         raise StartupError(
             f"the metrics cannot listen on port {port} of {host}: {error.strerror}; choose another --metrics-port"

@@ -6,20 +6,16 @@ in place of the message, and what stands before each method ends the call when i
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from triptych.core.errors import InvalidRequest
-from triptych.rpc.errors import AbortOnError
+from triptych.rpc.guarded import GuardedHandler
 
 _MALFORMED = object()
-
-Behaviour = Callable[[Any, Any], Any]
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -31,22 +27,10 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
-        return None if handler is None else _Guarded(handler)
-
-
-class _Guarded(grpc.RpcMethodHandler):  # type: ignore[type-arg]  # generic in the stubs only
-    """A method's handler, with its deserializer and its behaviour replaced."""
-
-    def __init__(self, handler: Any) -> None:
-        self.request_streaming = handler.request_streaming
-        self.response_streaming = handler.response_streaming
-        self.request_deserializer = _lenient(handler.request_deserializer)
-        self.response_serializer = handler.response_serializer
-        guard = _guard_stream if handler.request_streaming else _guard_one
-        self.unary_unary = guard(handler.unary_unary)
-        self.unary_stream = guard(handler.unary_stream)
-        self.stream_unary = guard(handler.stream_unary)
-        self.stream_stream = guard(handler.stream_stream)
+        if handler is None:
+            return None
+        check = _check_stream if handler.request_streaming else _check_one
+        return GuardedHandler(handler, check, _lenient(handler.request_deserializer))
 
 
 def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -62,33 +46,12 @@ def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
     return read
 
 
-def _guard_one(behaviour: Behaviour | None) -> Behaviour | None:
-    return None if behaviour is None else _like(behaviour, _check)
+def _check_one(message: Any, _context: Any) -> Any:
+    return _check(message)
 
 
-def _guard_stream(behaviour: Behaviour | None) -> Behaviour | None:
-    return None if behaviour is None else _like(behaviour, _Checked)
-
-
-def _like(behaviour: Behaviour, checked: Callable[[Any], Any]) -> Behaviour:
-    """`behaviour` on a checked request. gRPC looks at a function's kind, so an async generator stays one."""
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with AbortOnError(context):
-                request = checked(request)
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return generate
-
-    async def answer(request: Any, context: Any) -> Any:
-        async with AbortOnError(context):
-            request = checked(request)
-        return await behaviour(request, context)
-
-    return answer
+def _check_stream(messages: Any, _context: Any) -> Any:
+    return _Checked(messages)
 
 
 def _check(message: Any) -> Any:

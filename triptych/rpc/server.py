@@ -15,16 +15,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from triptych.core.address import is_loopback
 from triptych.core.errors import StartupError, Unauthenticated
 from triptych.core.worker import WorkerInfo
+from triptych.rpc.callers import CallerInterceptor
 from triptych.rpc.convert import worker_to_proto
 from triptych.rpc.errors import AbortOnError, abort_with
 from triptych.rpc.malformed import MalformedInterceptor
 from triptych.rpc.tls import ClusterTls
+from triptych.rpc.tls_greeting import TLS_NAME
 from triptych.wire.v1 import registry_pb2, registry_pb2_grpc
 
 TOKEN_METADATA_KEY: Final = "x-triptych-token"  # noqa: S105 - the name of a header
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 PROGRESS_POLL_S: Final = 1.0
 KEEPALIVE_MS: Final = 10_000
+# Who connects and then says nothing, or not what it must, holds a socket of ours for no longer.
+HANDSHAKE_TIMEOUT_MS: Final = 10_000
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second worker on the same port is an error, not a lottery
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # without it a ping may go unanswered for a minute
@@ -46,7 +51,7 @@ class RpcServer:
     Args:
         host, port: where to listen; port 0 takes a free one.
         token: the cluster token every caller must show (gRPC health excepted); None only on loopback.
-        tls: who shows no certificate of the cluster is not even told the health.
+        tls: who shows no certificate that names the cluster is not even told the health.
         insecure_network: without it and without `tls`, binding beyond loopback is refused.
         progress: polled each second; while it answers False (or raises) the health is NOT_SERVING.
 
@@ -70,8 +75,9 @@ class RpcServer:
         self._progress = progress
         self._wanted = False
         self._health = cast(Any, health).aio.HealthServicer()  # the stubs do not know `aio`
+        callers = [] if tls is None else [CallerInterceptor(TLS_NAME)]
         self._server = grpc.aio.server(
-            interceptors=[_TokenInterceptor(token), MalformedInterceptor()], options=SERVER_OPTIONS
+            interceptors=[_TokenInterceptor(token), *callers, MalformedInterceptor()], options=SERVER_OPTIONS
         )
         self._poll: asyncio.Task[None] | None = None
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)

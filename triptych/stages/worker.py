@@ -33,7 +33,7 @@ from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer, add_describe
-from triptych.rpc.tls import ClusterTls, load_tls
+from triptych.rpc.tls import ClusterTls, load_tls, tell_of_the_end
 from triptych.stages.data_port import open_data_port
 from triptych.stages.decode import DecodeParts, DecodeStage
 from triptych.stages.device_memory import is_device_only, offers_device, open_driver, without_device
@@ -378,8 +378,8 @@ class Worker:
         port = await self._server.start()
         https = None if self._tls is None else self._tls.https
         metrics_port = metrics.serve_metrics(common.host, common.metrics_port, https)
-        watcher = asyncio.create_task(self._registry.run(), name="registry")
-        self._exit.callback(watcher.cancel)
+        for name, beside in (("registry", self._registry.run()), ("tls-end", tell_of_the_end(self._tls))):
+            self._exit.callback(asyncio.create_task(beside, name=name).cancel)
         language = self._plan.language
         self.info = WorkerInfo(
             worker_id=self.ref.worker_id,
