@@ -25,7 +25,7 @@ from triptych.core.errors import StartupError
 from triptych.transport.shm import SHM_DIRECTORY
 
 CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|files records
-open files|locked memory|clock inproc shm zmq cuda_ipc port grpc model weights tokenizer
+open files|locked memory|clock inproc shm zmq cuda_ipc port grpc tls model weights tokenizer
 KV pool|landing|model size|memory fit|media memory"""
 FINDINGS = [ok("clock", "monotonic"), warn("port", "8000 is taken", "take another"), fail("shm", "no\nroom", "mend")]
 
@@ -192,7 +192,7 @@ def test_sizes_in_words(num_bytes: int, text: str) -> None:
 
 def test_transports_of_this_machine() -> None:
     machine = this_machine()
-    for finding in (transports.inproc(), transports.shm(machine), transports.zmq("auto"), transports.cuda_ipc(machine)):
+    for finding in (transports.inproc(), transports.shm(machine), transports.zmq("auto")):
         assert finding.status is Status.OK, finding
     assert not list(SHM_DIRECTORY.glob("triptych-doctor-*"))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from triptych.cli.bundled import bundled_model
 from triptych.cli.checks import (
     checkpoint,
+    device,
     fit,
     gpu,
     host,
@@ -98,9 +99,10 @@ def examine(patient: Patient) -> Iterator[Finding]:
         "inproc": transports.inproc,
         "shm": partial(transports.shm, machine),
         "zmq": partial(transports.zmq, settings.transport or "auto"),
-        "cuda_ipc": partial(transports.cuda_ipc, machine),
+        "cuda_ipc": partial(device.cuda_ipc, machine, settings.transport or "auto"),
         "port": partial(network.api_port, settings.host, settings.port),
         "grpc": network.grpc_round_trip,
+        "tls": partial(network.tls, settings.tls_files),
     }
     for name, check in checks.items():
         yield guarded(name, check)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import TYPE_CHECKING
 
 from triptych.cli.checks.finding import Finding, fail, ok, warn
 from triptych.cli.ports import free_port, is_free
 from triptych.cli.settings import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from triptych.core.tls_files import TlsFiles
 
 RPC_TIMEOUT_S = 10.0
 
@@ -34,6 +39,23 @@ def grpc_round_trip() -> Finding:
     if status != health_pb2.HealthCheckResponse.SERVING:
         return fail("grpc", f"a server on loopback answers {status}", "run: pip install --force-reinstall grpcio")
     return ok("grpc", f"{grpc.__version__}: a server on loopback answered")
+
+
+def tls(files: TlsFiles | None) -> Finding:
+    """The files as a worker reads them at its start: it greets itself with them. Raises StartupError as it would."""
+    if files is None:
+        return ok("tls", "not asked for: workers of triptych up stay on loopback")
+    from triptych.rpc.tls import WARN_BEFORE_S, load_tls
+    from triptych.transport.curve import CurveKeys
+
+    loaded = load_tls(files)
+    assert loaded is not None
+    CurveKeys.make()
+    left_s = loaded.expires_at - time.time()
+    found = f"{files.cert} is signed by {files.ca} and good for {left_s / 86400:.0f} more days; ZeroMQ can encrypt"
+    if left_s < WARN_BEFORE_S:
+        return warn("tls", found, "make another, and restart the workers before that: no new connection is made then")
+    return ok("tls", found)
 
 
 async def _ask_health() -> int:

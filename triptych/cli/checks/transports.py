@@ -63,13 +63,6 @@ def zmq(transport: str) -> Finding:
     return ok("zmq", f"{found}: round trips by tcp and ipc")
 
 
-def cuda_ipc(machine: Machine) -> Finding:
-    """For information: nothing needs it."""
-    if not machine.has_gpu:
-        return ok("cuda_ipc", "not here: torch can use no GPU")
-    return ok("cuda_ipc", "used between workers whose GPUs reach each other; unverified on hardware")
-
-
 _SHM_TODO = "let all workers run as one user, in one container or with one /dev/shm (docker run --ipc), on Linux 3.15+"
 
 
