@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -78,6 +79,13 @@ def test_stages_load_only_their_weights_and_a_stop_leaves_nothing(tmp_path: Path
         mine = {name for name in segments() if _is_mapped_by(name, ready["pids"].values())}
         assert mine
         assert _ask(ready["url"]).text == ANSWER
+        # An encoder has embeddings to land and nothing to do with KV: it must not even be able to reach it.
+        assert {name: _arenas_of(pid) for name, pid in ready["pids"].items()} == {
+            "encoder-0": {"landing"},
+            "prefill-0": {"landing", "kv"},
+            "decode-0": {"kv"},
+            "router": set(),
+        }
         status, output = launcher.signal_and_wait(signal.SIGINT)
     assert status == 0
     assert "was killed" not in output
@@ -263,6 +271,15 @@ def _wait_restarted(launcher: Launcher, worker_id: str, old_pid: int) -> None:
 
 def _is_mapped_by(segment: str, pids: Any) -> bool:
     return any(segment in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+
+def _arenas_of(pid: int) -> set[str]:
+    """The kinds of our segments that a process has mapped, or open."""
+    seen = Path(f"/proc/{pid}/maps").read_text()
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            seen += f"{handle.readlink()}\n"
+    return set(re.findall(r"/dev/shm/triptych-([a-z]+)-", seen))
 
 
 def _kill(pid: int) -> None:

@@ -2,17 +2,33 @@
 
 The host sees the fake device's memory, too: `arena.buffer` is the same bytes, so that receivers and tests read there
 what lies on the device.
+
+A test module names the fixtures that it uses as its own: `host = device_house.host`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from tests.unit.link_house import ARENA_BYTES, EMBEDDING_LAYOUT, KV_LAYOUT, PAGES, SENDER, TOKEN
+import pytest
+
+from tests.unit.link_house import (
+    ARENA_BYTES,
+    EMBEDDING_LAYOUT,
+    IDENTITY,
+    KV_LAYOUT,
+    PAGES,
+    REF,
+    SENDER,
+    TOKEN,
+    eventually,
+)
+from triptych.core.grant import Grant
 from triptych.core.ids import WorkerRef
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.client import ChannelPool, transfer_stub
@@ -26,7 +42,7 @@ from triptych.transport.link_pool import LinkPool
 from triptych.transport.receiver import Receivers
 from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
-from triptych.transport.types import Arena, ArenaKind, Endpoint
+from triptych.transport.types import Arena, ArenaKind, Endpoint, SlotGrant
 from triptych.wire.v1 import transfer_pb2_grpc
 
 WAYS = ("cuda_ipc", "shm")
@@ -95,3 +111,43 @@ async def running(folder: Path, epoch: int = 21, transports: tuple[str, ...] = W
         for segment in segments:
             segment.close()
         device.close()
+
+
+GRANT = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[DeviceHost]:
+    async with running(tmp_path) as started:
+        yield started
+    assert started.device.violations == [] and started.device.num_allocations == 0
+
+
+@pytest.fixture
+def mine(tmp_path: Path, host: DeviceHost) -> Iterator[FakeDevice]:
+    """The sender's view of the same card."""
+    device = FakeDevice(tmp_path)
+    yield device
+    device.close()
+    assert device.violations == []
+
+
+@pytest.fixture
+async def pool(host: DeviceHost, mine: FakeDevice) -> AsyncIterator[LinkPool]:
+    made = host.pool(mine)
+    yield made
+    mine.release()
+    await made.close()
+    await eventually(lambda: mine.num_open == 0 or mine._is_broken)
+
+
+async def slot_of(link: Any, num_bytes: int = 256, index: int = 0) -> SlotGrant:
+    grant = await link.request_slot(REF, index, IDENTITY, 1, num_bytes)
+    assert isinstance(grant, SlotGrant)
+    return grant
+
+
+async def bound_link(host: DeviceHost, pool: LinkPool) -> tuple[Any, Grant]:
+    host.kv.credits[GRANT.grant_id] = GRANT
+    link = await pool.kv_link(host.info, KV_LAYOUT)
+    return link, await link.bind_kv(REF, GRANT)

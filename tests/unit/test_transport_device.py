@@ -8,22 +8,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.device_house import DeviceHost, running
+from tests.unit import device_house
+from tests.unit.device_house import GRANT, DeviceHost, bound_link, running, slot_of
 from tests.unit.device_peer import DATA
 from tests.unit.link_house import (
     ARENA_BYTES,
     EMBEDDING_LAYOUT,
     EVENTS,
     IDENTITY,
-    KV_LAYOUT,
     PAGES,
     REF,
     Pages,
@@ -33,70 +32,21 @@ from tests.unit.link_house import (
 )
 from triptych.core.errors import (
     DeadlineExceeded,
-    InvalidRequest,
     PeerLost,
-    StartupError,
-    TransferRefused,
     TriptychError,
 )
-from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import Token
 from triptych.obs import metrics
 from triptych.testing.fake_device import FakeDevice
-from triptych.transport import device_carrier, frames
+from triptych.transport import device_carrier
 from triptych.transport.carrier import WriterEvents
-from triptych.transport.device import DeviceAddress
 from triptych.transport.device_arena import DeviceArena, DeviceImports, ImportedArena
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.shm import SharedSegment
-from triptych.transport.types import Endpoint, SlotGrant
-from triptych.transport.ways import DataSockets, Ways
-from triptych.wire.v1 import transfer_pb2 as wire
 
 ROOT = Path(__file__).parents[2]
-GRANT = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
-
-
-@pytest.fixture
-async def host(tmp_path: Path) -> AsyncIterator[DeviceHost]:
-    async with running(tmp_path) as started:
-        yield started
-    assert started.device.violations == [] and started.device.num_allocations == 0
-
-
-@pytest.fixture
-def mine(tmp_path: Path, host: DeviceHost) -> Iterator[FakeDevice]:
-    """The sender's view of the same card."""
-    device = FakeDevice(tmp_path)
-    yield device
-    device.close()
-    assert device.violations == []
-
-
-@pytest.fixture
-async def pool(host: DeviceHost, mine: FakeDevice) -> AsyncIterator[LinkPool]:
-    made = host.pool(mine)
-    yield made
-    mine.release()
-    await made.close()
-    await eventually(lambda: mine.num_open == 0 or mine._is_broken)
-
-
-def fallbacks() -> float:
-    return float(metrics.FALLBACKS.labels("transport_cuda_ipc")._value.get())
-
-
-async def slot_of(link: Any, num_bytes: int = 256, index: int = 0) -> SlotGrant:
-    grant = await link.request_slot(REF, index, IDENTITY, 1, num_bytes)
-    assert isinstance(grant, SlotGrant)
-    return grant
-
-
-async def bound_link(host: DeviceHost, pool: LinkPool) -> tuple[Any, Grant]:
-    host.kv.credits[GRANT.grant_id] = GRANT
-    link = await pool.kv_link(host.info, KV_LAYOUT)
-    return link, await link.bind_kv(REF, GRANT)
+host, mine, pool = device_house.host, device_house.mine, device_house.pool
 
 
 # --- the straight way ------------------------------------------------------------------------------------------------
@@ -229,97 +179,6 @@ async def test_congestion_is_told_and_ends(
     mine.release()
     with pytest.raises(TriptychError, match="slower than prefill"):
         await link.commit_kv(REF, bound, 9, 1, Token(0, 5), 0)
-
-
-# --- the ladder -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"uuid": b"o" * 16}, "cannot write to the memory of the receiver's GPU"),
-        ({"opens": False}, "cannot be mapped here"),
-    ],
-    ids=["another card", "open fails"],
-)
-async def test_device_memory_that_cannot_be_reached_is_a_counted_fallback(
-    host: DeviceHost, tmp_path: Path, options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = FakeDevice(tmp_path, **options)
-    pool, before = host.pool(device, ("cuda_ipc", "shm")), fallbacks()
-    link: Any = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
-    assert link.transport == "shm" and fallbacks() == before + 1
-    assert not host.embedding.arena.is_written_on_device_by(WorkerRef("encoder-1", 11))
-    assert why in "".join(str(record.__dict__.get("reason")) for record in caplog.records)
-    await pool.close()
-    for stubborn in (host.pool(device), host.pool(device, ("cuda_ipc", "shm"), strict=True)):
-        with pytest.raises(TransferRefused, match="cuda_ipc to another worker does not work"):
-            await stubborn.embedding_link(host.info, EMBEDDING_LAYOUT)
-        await stubborn.close()
-    await eventually(lambda: not host.arenas()[0].lease.is_mapped())
-    assert device.num_open == 0
-    device.close()
-
-
-async def test_a_card_with_peer_access_is_no_fallback(host: DeviceHost, tmp_path: Path) -> None:
-    device = FakeDevice(tmp_path, b"o" * 16, reaches=[host.device.uuid])
-    pool, before = host.pool(device, ("cuda_ipc", "shm")), fallbacks()
-    link: Any = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
-    assert link.transport == "cuda_ipc" and fallbacks() == before
-    await send(link, REF, 0, b"from the other card")
-    await pool.close()
-    device.close()
-
-
-async def test_forged_addresses_are_refused_before_anything_is_opened(host: DeviceHost, mine: FakeDevice) -> None:
-    arena, imports = host.arenas()[0], DeviceImports(mine)
-    sound = arena.address
-    forged = [
-        (replace(sound, handle=b"\0" * 64), ARENA_BYTES, "cannot be mapped"),
-        (replace(sound, handle=sound.handle[:20] + b"\xff" * 44), ARENA_BYTES, "cannot be mapped"),
-        (sound, ARENA_BYTES + 1, "cannot be mapped"),
-        (replace(sound, uuid=b"\0" * 16), ARENA_BYTES, "cannot write"),
-        (replace(sound, lease_name="../lease"), ARENA_BYTES, "no shared segment"),
-        (replace(sound, lease_name="triptych-lease-0123456789abcdef"), ARENA_BYTES, "cannot be opened"),
-    ]
-    for address, num_bytes, why in forged:
-        with pytest.raises(TransferRefused, match=why):
-            ImportedArena.open(imports, address, num_bytes, 2001)
-        assert mine.num_open == 0 and not arena.lease.is_mapped()
-
-
-async def test_a_receiver_without_device_memory_is_not_asked_for_it(host: DeviceHost, mine: FakeDevice) -> None:
-    host.embedding.arena = replace(host.embedding.arena, device=None)
-    pool, before = host.pool(mine, ("cuda_ipc", "shm")), fallbacks()
-    link: Any = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
-    assert link.transport == "shm" and fallbacks() == before
-    await pool.close()
-
-
-def test_no_room_on_the_device_stops_the_start(tmp_path: Path) -> None:
-    device = FakeDevice(tmp_path, capacity_bytes=100)
-    with pytest.raises(StartupError, match=r"no memory for the 101 bytes of --kv-pool-bytes \(out of memory\)"):
-        DeviceArena.create(device, 101, "--kv-pool-bytes")
-    assert device.num_allocations == 0
-    device.close()
-
-
-def test_a_device_address_is_checked_field_by_field() -> None:
-    sound = {"handle": b"h" * 64, "device_uuid": b"u" * 16, "lease_name": "triptych-lease-0123456789abcdef"}
-    common = {"worker_id": "prefill-1", "epoch": 1, "transport": "cuda_ipc", "segment_bytes": 64, "mapping_id": 1}
-    welcome = frames.welcome_from_frame(wire.HelloAck(**common, device=wire.DeviceAddress(**sound)))
-    assert welcome.device == DeviceAddress(sound["handle"], sound["device_uuid"], sound["lease_name"])  # type: ignore[arg-type]
-    endpoint = Endpoint(WorkerRef("prefill-1", 1), "host", ("cuda_ipc",))
-    assert frames.welcome_from_frame(frames.welcome_to_frame(3, endpoint, welcome).hello_ack) == welcome
-    for field, value in (("handle", b"h" * 63), ("device_uuid", b""), ("lease_name", "x" * 65), ("lease_name", "a\n")):
-        with pytest.raises(InvalidRequest, match=field):
-            frames.welcome_from_frame(wire.HelloAck(**common, device=wire.DeviceAddress(**{**sound, field: value})))
-
-
-async def test_a_welcome_without_an_address_opens_nothing(mine: FakeDevice) -> None:
-    ways = Ways(DataSockets(), "127.0.0.1", imports=DeviceImports(mine))
-    with pytest.raises(TransferRefused, match="named none"):
-        await ways.open(frames.Welcome("cuda_ipc", segment_bytes=64), lambda _: None)
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ class CudaDriver:
             self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def tensor(self, pointer: int, num_bytes: int) -> torch.Tensor:
-        return torch.as_tensor(_Allocation(pointer, num_bytes))
+        with _torch_errors():
+            return torch.as_tensor(_Allocation(pointer, num_bytes))
 
     def ipc_export(self, pointer: int) -> bytes:
         handle = _Handle()

@@ -2,7 +2,7 @@
 
 Implemented by `cuda_driver.py`, and by `triptych/testing/fake_device.py` over files that processes share. A driver
 belongs to one device of this process; pointers are addresses in this process. All methods may be called from any
-thread, and all but `can_access` and `tensor` raise DeviceError.
+thread, and all but `can_access` raise DeviceError.
 """
 
 from __future__ import annotations

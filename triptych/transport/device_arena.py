@@ -72,16 +72,16 @@ class DeviceArena:
         try:
             lease = SharedSegment.create(LEASE_BYTES, "lease", directory=directory)
             arena = cls(driver, pointer, num_bytes, lease)
+            arena.tensor.zero_()
         except BaseException as error:
-            driver.free(pointer)
             if lease is not None:
                 lease.close()
-            if isinstance(error, DeviceError):
+            _free(driver, pointer)
+            if isinstance(error, DeviceError | RuntimeError):  # the latter is torch's word for it
                 raise StartupError(
                     f"the device does not share memory between processes ({error}); use --transport shm"
                 ) from error
             raise
-        arena.tensor.zero_()
         return arena
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
@@ -116,14 +116,15 @@ class DeviceArena:
         if self.lease.is_mapped():
             _log.warning("a peer still has device memory of this worker open: it is freed with the process")
         else:
-            self._free(pointer)
+            _free(self._driver, pointer)
         self.lease.close()
 
-    def _free(self, pointer: int) -> None:
-        try:
-            self._driver.free(pointer)
-        except DeviceError as error:
-            _log.error("device memory could not be freed", extra={"reason": str(error)})
+
+def _free(driver: Driver, pointer: int) -> None:
+    try:
+        driver.free(pointer)
+    except DeviceError as error:
+        _log.error("device memory could not be freed", extra={"reason": str(error)})
 
 
 class DeviceImports:
@@ -182,12 +183,15 @@ class ImportedArena:
         if not imports.driver.can_access(address.uuid):
             raise TransferRefused("this worker's GPU cannot write to the memory of the receiver's GPU")
         lease = SharedSegment.open(address.lease_name, LEASE_BYTES, mapping_id=mapping_id, directory=directory)
+        pointer = None
         try:
             pointer = imports.open(address.handle, num_bytes)
-        except DeviceError as error:
-            lease.close()
-            raise TransferRefused(f"the receiver's device memory cannot be mapped here ({error})") from error
-        return cls(imports, address, pointer, num_bytes, lease)
+            return cls(imports, address, pointer, num_bytes, lease)
+        except BaseException as error:
+            _let_go(imports, address.handle if pointer is not None else None, lease)
+            if isinstance(error, DeviceError):
+                raise TransferRefused(f"the receiver's device memory cannot be mapped here ({error})") from error
+            raise
 
     def launch(self, work: Callable[[torch.Tensor], None]) -> DeviceEvent:
         """Calls `work` with the arena's bytes, uint8 (num_bytes,), to enqueue copies; returns the event after them.
@@ -219,12 +223,26 @@ class ImportedArena:
         try:
             for event in running:
                 event.synchronize()
-            self._imports.close(self._handle)
         except DeviceError as error:
-            # The lock stays with the mapping: nobody may believe that it is gone before the process is.
-            _log.error("device memory of a peer cannot be closed", extra={"reason": str(error)})
-            return
-        self._lease.close()
+            _stays_open(error)
+        else:
+            _let_go(self._imports, self._handle, self._lease)
+
+
+def _let_go(imports: DeviceImports, handle: bytes | None, lease: SharedSegment) -> None:
+    """The mapping first, where there is one, and then its lock."""
+    try:
+        if handle is not None:
+            imports.close(handle)
+    except DeviceError as error:
+        _stays_open(error)
+    else:
+        lease.close()
+
+
+def _stays_open(error: DeviceError) -> None:
+    """The lock stays with the mapping: nobody may believe that it is gone before the process is."""
+    _log.error("device memory of a peer cannot be closed", extra={"reason": str(error)})
 
 
 def is_done(event: DeviceEvent) -> bool:
