@@ -566,7 +566,7 @@ async def test_an_embedding_damaged_on_the_way_is_never_used(
     control = await epd.generate(good)
     epd.clear_caches()
     with monkeypatch.context() as patched:
-        patched.setattr("triptych.stages.encoder.checksum64", lambda _: 12345)
+        patched.setattr("triptych.transport.slot_writer.checksum64", lambda _: 12345)
         with pytest.raises(TriptychError):
             await epd.generate(good)
     await all_is_given_back(epd)

@@ -13,6 +13,7 @@ import torch
 from triptych.core.clock import ManualClock, SystemClock
 from triptych.core.errors import Aborted, TriptychError
 from triptych.core.plan import Grid
+from triptych.engine.delivery import Delivery
 from triptych.engine.encoder import EncodeEngine
 from triptych.media.frames import Target
 
@@ -62,31 +63,56 @@ class ShortTower(FakeTower):
         return super().encode(pixels, grids)[: max(1, len(pixels) - 1)]
 
 
-class HeavyTower(FakeTower):
-    """What comes of a poisoned picture has no room on the host."""
+class Slot:
+    """Takes rows as a slot's writer does."""
 
-    def encode(self, pixels: Sequence[torch.Tensor], grids: Sequence[Grid]) -> list[torch.Tensor]:
-        return [
-            torch.empty(1, 1, dtype=torch.float64).expand(1 << 40, 1 << 8) if float(one[0, 0]) == POISON else rows
-            for one, rows in zip(pixels, super().encode([one.abs() for one in pixels], grids), strict=True)
-        ]
+    def __init__(self, takes: bool = True) -> None:
+        self.takes = takes
+        self.written: list[list[list[float]]] = []
+
+    def write(self, rows: torch.Tensor) -> bool:
+        if self.takes:
+            self.written.append(rows.tolist())
+        return self.takes
 
 
-@pytest.mark.parametrize(("tower", "middle"), [(ShortTower(), 2.0), (HeavyTower(), POISON)])
-def test_what_follows_a_pass_may_fail_too_and_the_next_pass_runs(tower: FakeTower, middle: float) -> None:
-    """The thread that nobody could replace must not end with it: all who wait, now and later, would wait for ever."""
-    engine = EncodeEngine(tower, max_patches=1000, max_items=8, clock=SystemClock())
-    grid = Grid(1, 2, 4)
-    futures = [engine.submit(torch.full((8, 3), value), grid) for value in (1.0, middle, 3.0)]
+def delivery_to(*slots: Slot) -> Delivery:
+    delivery = Delivery()
+    for slot in slots:
+        delivery.join(slot)
+    return delivery
+
+
+def test_the_pass_itself_writes_to_the_slots_that_are_there_when_it_ends() -> None:
+    engine = EncodeEngine(FakeTower(), max_patches=1000, max_items=8, clock=SystemClock())
+    taking, other, revoked, left, late = Slot(), Slot(), Slot(takes=False), Slot(), Slot()
+    delivery = delivery_to(taking, left, revoked, other)
+    future = engine.submit(torch.full((8, 3), 7.0), Grid(1, 2, 4), delivery)
+    delivery.leave(left)
     engine.start()
     try:
-        assert futures[0].result(5).rows.tolist() == [[1.0, 1.0]] * 2
-        assert futures[2].result(5).rows.tolist() == [[3.0, 3.0]] * 2
-        if middle == POISON:
-            with pytest.raises(TriptychError, match="internal"):
-                futures[1].result(5)
-        else:
-            assert futures[1].result(5).rows.tolist() == [[middle, middle]] * 2
+        assert future.result(5).delivered == {taking, other}
+        delivery.join(late)
+        assert delivery.deliver(torch.zeros(1)) == frozenset()
+    finally:
+        engine.stop()
+    assert taking.written == other.written == [[[7.0, 7.0]] * 2]
+    assert revoked.written == left.written == late.written == []
+
+
+def test_a_pass_that_comes_out_short_is_written_once_and_right_and_the_next_one_runs() -> None:
+    """The thread that nobody could replace must not end with it: all who wait, now and later, would wait for ever."""
+    engine = EncodeEngine(ShortTower(), max_patches=1000, max_items=8, clock=SystemClock())
+    grid, slots = Grid(1, 2, 4), [Slot() for _ in range(3)]
+    futures = [
+        engine.submit(torch.full((8, 3), value), grid, delivery_to(slot))
+        for value, slot in zip((1.0, 2.0, 3.0), slots, strict=True)
+    ]
+    engine.start()
+    try:
+        for value, future, slot in zip((1.0, 2.0, 3.0), futures, slots, strict=True):
+            assert future.result(5).rows.tolist() == [[value, value]] * 2
+            assert slot.written == [[[value, value]] * 2]
         assert engine.submit(torch.full((8, 3), 4.0), grid).result(5).rows.tolist() == [[4.0, 4.0]] * 2
         assert engine.is_progressing()
     finally:

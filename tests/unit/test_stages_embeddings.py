@@ -25,6 +25,7 @@ from triptych.media.frames import Target
 from triptych.media.picture import decode_picture, fit
 from triptych.media.process import Decoded
 from triptych.mm.item import MultimodalDataItem, received_item
+from triptych.stages import embeddings
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.stages.encode_room import EncodeRoom
 
@@ -79,12 +80,27 @@ class Encoder:
         self.supply = EmbeddingSupply(self.engine, Here(), lambda *_: Grid(1, 2, 2), cache_bytes, self.room, self.clock)
         self.timeline = Timeline("encoder", "e", self.clock)
 
-    def get(self, red: int, fetch: Any = None, item: Item | None = None, index: int = 0) -> asyncio.Task[Any]:
-        """A caller that asks for the picture of that colour."""
+    def get(
+        self, red: int, fetch: Any = None, item: Item | None = None, index: int = 0, slot: Slot | None = None
+    ) -> asyncio.Task[Any]:
+        """A caller that asks for the picture of that colour, and may have a slot for it."""
         wanted = item or picture_item(red)
         bring = fetch or Fetch(red)
         bring.item = wanted
-        return asyncio.ensure_future(self.supply.get(wanted, index, bring, self.timeline))
+        return asyncio.ensure_future(self.supply.get(wanted, index, bring, self.timeline, slot))
+
+
+class Slot:
+    """Takes rows as a slot's writer does; one that was revoked takes none."""
+
+    def __init__(self, is_revoked: bool = False) -> None:
+        self.is_revoked = is_revoked
+        self.written: list[list[list[float]]] = []
+
+    def write(self, rows: torch.Tensor) -> bool:
+        if not self.is_revoked:
+            self.written.append(rows.tolist())
+        return not self.is_revoked
 
 
 class Fetch:
@@ -272,6 +288,114 @@ async def test_a_cache_of_no_bytes_still_serves() -> None:
         assert rows.tolist() == [[7.0] * ROW]
         assert source is EmbeddingSource.REMOTE
     encoder.engine.stop()
+
+
+# --- written by the pass itself ---------------------------------------------------------------------------------------
+
+
+def rows_of(red: int) -> list[list[float]]:
+    return [[float(red)] * ROW]
+
+
+async def test_the_pass_writes_to_all_who_wait_and_the_cache_keeps_a_copy_of_its_own(encoder: Encoder) -> None:
+    gate, slots = asyncio.Event(), [Slot() for _ in range(3)]
+    callers = [encoder.get(7, Fetch(7, gate), slot=slot) for slot in slots]
+    without = encoder.get(7, Fetch(7, gate))
+    await settle()
+    gate.set()
+    assert [rows for rows, _ in await asyncio.gather(*callers)] == [None] * 3
+    assert (await without)[0].tolist() == rows_of(7)
+    assert [slot.written for slot in slots] == [[rows_of(7)]] * 3
+    assert encoder.part.batches == [1]
+    again, source = await encoder.get(7, slot=(cached := Slot()))
+    assert again.tolist() == rows_of(7) and source is EmbeddingSource.CACHE
+    assert not cached.written, "what is cached is written by who asked"
+    assert again.untyped_storage().nbytes() == 4 * ROW
+
+
+@pytest.mark.parametrize(("with_slot", "copies"), [(True, 0), (False, 1)])
+async def test_without_a_cache_rows_are_copied_only_for_those_without_a_slot(
+    with_slot: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def own_rows(rows: torch.Tensor) -> torch.Tensor:
+        copied.append(1)
+        return rows.clone()
+
+    monkeypatch.setattr(embeddings, "own_rows", own_rows)
+    encoder = Encoder(cache_bytes=0)
+    encoder.engine.start()
+    try:
+        rows, _ = await encoder.get(7, slot=Slot() if with_slot else None)
+        assert (rows is None) is with_slot
+        await settle()
+        assert len(copied) == copies and not encoder.supply._flights
+    finally:
+        encoder.engine.stop()
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 10_000])
+async def test_a_slot_that_was_revoked_or_left_is_not_written_and_the_others_are(cache_bytes: int) -> None:
+    encoder = Encoder(cache_bytes)
+    gate, revoked, left, taking = asyncio.Event(), Slot(is_revoked=True), Slot(), Slot()
+    leader = encoder.get(7, Fetch(7, gate), slot=taking)
+    await settle()
+    first, second = encoder.get(7, slot=revoked), encoder.get(7, slot=left)
+    await settle()
+    second.cancel()
+    await settle()
+    gate.set()
+    encoder.engine.start()
+    try:
+        assert (await leader)[0] is None
+        assert (await first)[0].tolist() == rows_of(7)
+        assert (taking.written, revoked.written, left.written) == ([rows_of(7)], [], [])
+    finally:
+        encoder.engine.stop()
+
+
+async def test_those_with_slots_go_on_while_the_copy_for_the_cache_is_made(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, go_on = asyncio.get_running_loop(), asyncio.Event()
+
+    def slow(rows: torch.Tensor) -> torch.Tensor:
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(5)
+        return rows.clone()
+
+    monkeypatch.setattr(embeddings, "own_rows", slow)
+    rows, _ = await asyncio.wait_for(encoder.get(7, slot=Slot()), 5)
+    assert rows is None
+    joined = encoder.get(7, fetch := Fetch(7), slot=Slot())
+    await settle()
+    assert not joined.done()
+    go_on.set()
+    assert (await joined)[0].tolist() == rows_of(7)
+    assert (fetch.count, encoder.part.batches) == (0, [1])
+    assert (await encoder.get(7))[1] is EmbeddingSource.CACHE, "the last to leave took the copy down"
+
+
+async def test_rows_that_have_no_room_on_the_host_fail_those_who_need_them_there(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, slot = asyncio.Event(), Slot()
+
+    def no_room(rows: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(embeddings, "own_rows", no_room)
+        leader = encoder.get(7, Fetch(7, gate), slot=slot)
+        await settle()
+        other = encoder.get(7)
+        await settle()
+        gate.set()
+        assert (await leader)[0] is None
+        with pytest.raises(RuntimeError):
+            await other
+    assert slot.written == [rows_of(7)] and not encoder.supply._flights
+    assert (await encoder.get(7))[0].tolist() == rows_of(7)
 
 
 # --- room for what is fetched and decoded -----------------------------------------------------------------------------

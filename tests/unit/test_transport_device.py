@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import subprocess
@@ -43,7 +42,6 @@ from triptych.transport import device_carrier
 from triptych.transport.carrier import WriterEvents
 from triptych.transport.device_arena import DeviceArena, DeviceImports, ImportedArena
 from triptych.transport.link_pool import LinkPool
-from triptych.transport.shm import SharedSegment
 
 ROOT = Path(__file__).parents[2]
 host, mine, pool = device_house.host, device_house.mine, device_house.pool
@@ -203,15 +201,8 @@ async def test_a_device_that_fails_breaks_the_link_and_frees_nothing(
     assert host.arenas()[0].lease.is_mapped()
     for pointer in list(mine._mapped):  # the process ends
         mine._unmap(pointer)
-    _unlock()
+    device_house.unlock()
     await eventually(lambda: len(host.embedding.lost) == 1)
-
-
-def _unlock() -> None:
-    """What the end of the process does to the lease that a failed device keeps."""
-    for segment in [found for found in gc.get_objects() if type(found) is SharedSegment]:
-        if segment.name.startswith("triptych-lease") and segment._owned_path is None:
-            segment.close()
 
 
 async def test_a_broken_link_is_closed_only_after_its_copies(

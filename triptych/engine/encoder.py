@@ -13,6 +13,7 @@ import torch
 from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, TriptychError
 from triptych.core.plan import Grid
+from triptych.engine.delivery import Delivery, RowsWriter
 from triptych.faults import points
 from triptych.model.parts import VisionPart
 from triptych.obs import metrics
@@ -26,9 +27,16 @@ STUCK_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An embedding on the host, (num_tokens, row_elements) contiguous, and when its pass ran."""
+    """What came of one picture.
+
+    Attributes:
+        rows: (num_tokens, row_elements) on the tower's device, in memory of the whole pass: to be copied, not kept.
+        delivered: who has had them written to his slot already.
+        start_ns, end_ns: when the pass ran.
+    """
 
     rows: torch.Tensor
+    delivered: frozenset[RowsWriter]
     start_ns: int
     end_ns: int
 
@@ -37,6 +45,7 @@ class Encoded:
 class _Waiting:
     pixels: torch.Tensor
     grid: Grid
+    delivery: Delivery
     future: Future[Encoded]
     queued_ns: int
 
@@ -67,10 +76,10 @@ class EncodeEngine:
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
-    def submit(self, pixels: torch.Tensor, grid: Grid) -> Future[Encoded]:
-        """One picture's patches (patches, elements); cancel the future to drop it while it waits. Aborted when the
-        engine has stopped."""
-        waiting = _Waiting(pixels, grid, Future(), self._clock.monotonic_ns())
+    def submit(self, pixels: torch.Tensor, grid: Grid, delivery: Delivery | None = None) -> Future[Encoded]:
+        """One picture's patches (patches, elements); cancel the future to drop it while it waits. When its pass has run
+        the embedding is written to all who have joined `delivery` by then. Aborted when the engine has stopped."""
+        waiting = _Waiting(pixels, grid, delivery or Delivery(), Future(), self._clock.monotonic_ns())
         with self._gate:
             if not self._has_ended:
                 self._inbox.put(waiting)
@@ -128,7 +137,9 @@ class EncodeEngine:
         try:
             points.passing("encoder.before_encode")
             outputs = self.part.encode([waiting.pixels for waiting in batch], [waiting.grid for waiting in batch])
-            hosted = [_on_host(rows) for _, rows in zip(batch, outputs, strict=True)]
+            passed = list(zip(batch, outputs, strict=True))  # complete before anybody gets anything
+            delivered = [waiting.delivery.deliver(rows) for waiting, rows in passed]
+            self._await_device()
         except Exception as error:
             log.exception("a vision pass failed")
             self._run_apart(batch, error)
@@ -137,9 +148,15 @@ class EncodeEngine:
         metrics.ENCODER_BATCH_SECONDS.observe((end_ns - start_ns) / 1e9)
         metrics.ENCODER_BATCH_ITEMS.observe(len(batch))
         metrics.ENCODER_PATCHES.inc(sum(waiting.patches for waiting in batch))
-        metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in hosted))
-        for waiting, rows in zip(batch, hosted, strict=True):
-            waiting.future.set_result(Encoded(rows, start_ns, end_ns))
+        metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in outputs))
+        for (waiting, rows), writers in zip(passed, delivered, strict=True):
+            waiting.future.set_result(Encoded(rows, writers, start_ns, end_ns))
+
+    def _await_device(self) -> None:
+        """No pass begins while the former is under way: their number is what bounds memory, and the time of each is
+        measured."""
+        if self.part.device.type == "cuda":
+            torch.cuda.current_stream(self.part.device).synchronize()
 
     def _run_apart(self, batch: list[_Waiting], error: Exception) -> None:
         """After a pass failed: each picture by itself, so that only the one at fault fails."""
@@ -149,11 +166,6 @@ class EncodeEngine:
         else:
             told = error if isinstance(error, TriptychError) else TriptychError("the encoder met an internal error")
             batch[0].future.set_exception(told)
-
-
-def _on_host(rows: torch.Tensor) -> torch.Tensor:
-    """A copy of its own: one picture kept in a cache must not keep the memory of its whole pass."""
-    return rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _refuse(waiting: _Waiting) -> None:

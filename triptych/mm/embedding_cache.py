@@ -51,10 +51,14 @@ class EmbeddingCache(Generic[V]):
         self._entries.move_to_end(key)
         return entry[0]
 
+    def can_keep(self, num_bytes: int) -> bool:
+        """Whether `put` would keep an embedding of that size."""
+        return num_bytes <= self.capacity_bytes
+
     def put(self, key: CacheKey, value: V, num_bytes: int) -> None:
         """Keeps `value`, evicting as needed. One larger than the whole cache is not kept."""
         self.drop(key)
-        if num_bytes > self.capacity_bytes:
+        if not self.can_keep(num_bytes):
             return
         self.evict(self.capacity_bytes - num_bytes)
         self._entries[key] = (value, num_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,6 +13,7 @@ from triptych.core.clock import Clock
 from triptych.core.errors import MediaMismatch
 from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat
 from triptych.core.timeline import Timeline
+from triptych.engine.delivery import Delivery, RowsWriter
 from triptych.engine.encoder import EncodeEngine
 from triptych.faults import points
 from triptych.media.frames import Target
@@ -23,7 +23,8 @@ from triptych.mm.item import MultimodalDataItem, check_announced_bytes, grid_pat
 from triptych.mm.tensor import TensorValue
 from triptych.obs import metrics
 from triptych.stages.encode_room import EncodeRoom
-from triptych.stages.tensors import as_patches, as_rows
+from triptych.stages.tensors import as_patches, as_rows, own_rows
+from triptych.transport.slot_writer import size_bytes
 
 FetchItem = Callable[[], Awaitable[MultimodalDataItem]]
 """Gets the item's data from the router, found to be what its identity names."""
@@ -41,13 +42,40 @@ class Pictures(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class _Flight:
-    """One computation. `held` is set once its leader has the data; from then on it needs the leader no more."""
+    """One computation.
 
-    held: asyncio.Future[MultimodalDataItem]
-    task: asyncio.Task[torch.Tensor]
-    waiters: int = field(default=0)
+    Attributes:
+        held: set once its leader has the data; from then on it needs the leader no more.
+        delivery: the slots that the tower's pass writes to.
+        delivered: whom it has written to, when it has; the others wait for `task`.
+        waiting: those who wait, each by the writer of his slot (None: he has none).
+        task: ends with the rows, on the host and in storage of their own; None when nobody had any use for them.
+    """
+
+    task: asyncio.Task[torch.Tensor | None]
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.held: asyncio.Future[MultimodalDataItem] = loop.create_future()
+        self.delivered: asyncio.Future[frozenset[RowsWriter]] = loop.create_future()
+        self.delivery = Delivery()
+        self.waiting: list[RowsWriter | None] = []
+
+    def join(self, writer: RowsWriter | None) -> None:
+        self.waiting.append(writer)
+        if writer is not None:
+            self.delivery.join(writer)
+
+    def leave(self, writer: RowsWriter | None) -> None:
+        self.waiting.remove(writer)
+        if writer is not None:
+            self.delivery.leave(writer)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.delivered.done():
+            self.delivered.set_exception(error)
+            self.delivered.exception()  # retrieved by those who wait, if there are any
 
 
 class LeaderGone(Exception):
@@ -91,9 +119,10 @@ class EmbeddingSupply:
         check_announced_bytes(item, part.patch_elements if is_patches else part.row_elements)
 
     async def get(
-        self, item: Item, item_index: int, fetch: FetchItem, timeline: Timeline
-    ) -> tuple[torch.Tensor, EmbeddingSource]:
-        """The item's embedding (num_tokens, row_elements) on the host, and whether it was cached.
+        self, item: Item, item_index: int, fetch: FetchItem, timeline: Timeline, writer: RowsWriter | None = None
+    ) -> tuple[torch.Tensor | None, EmbeddingSource]:
+        """The item's embedding (num_tokens, row_elements) on the host, and whether it was cached. None in place of the
+        rows: the tower's pass has written them with `writer` and nowhere else for this caller.
 
         Raises MediaInvalid, MediaMismatch or InvalidRequest; a failure is never cached.
         """
@@ -108,73 +137,94 @@ class EmbeddingSupply:
             try:
                 if flight is not None:
                     metrics.EMBEDDING_CACHE_REQUESTS.labels("joined").inc()
-                    return await self._join(key, flight), EmbeddingSource.CACHE
+                    return await self._join(key, flight, writer), EmbeddingSource.CACHE
                 metrics.EMBEDDING_CACHE_REQUESTS.labels("miss").inc()
-                return await self._lead(key, item_index, fetch, timeline), EmbeddingSource.REMOTE
+                return await self._lead(key, item_index, fetch, timeline, writer), EmbeddingSource.REMOTE
             except LeaderGone:
                 continue
 
     def clear(self) -> None:
         self._cache.evict(0)
 
-    async def _lead(self, key: CacheKey, item_index: int, fetch: FetchItem, timeline: Timeline) -> torch.Tensor:
-        held: asyncio.Future[MultimodalDataItem] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._compute(key, item_index, held, timeline))
+    async def _lead(
+        self, key: CacheKey, item_index: int, fetch: FetchItem, timeline: Timeline, writer: RowsWriter | None
+    ) -> torch.Tensor | None:
+        flight = self._flights[key] = _Flight()
+        task = flight.task = asyncio.create_task(self._compute(key, item_index, flight, timeline))
         task.add_done_callback(_retrieve)
-        flight = self._flights[key] = _Flight(held, task)
         try:
             leave = await self._room.enter(grid_patches(key.grid))
             task.add_done_callback(lambda _: leave())
             with timeline.span("fetch", item_index=item_index):
-                held.set_result(await fetch())
+                flight.held.set_result(await fetch())
         except BaseException:
-            self._end_flight(key, held)
-            held.set_exception(LeaderGone())
-            held.exception()  # retrieved by the task, if anybody waits for it
+            self._end_flight(key, flight)
+            flight.held.set_exception(LeaderGone())
+            flight.held.exception()  # retrieved by the task, if anybody waits for it
             raise
-        return await self._join(key, flight)
+        return await self._join(key, flight, writer)
 
-    async def _join(self, key: CacheKey, flight: _Flight) -> torch.Tensor:
-        """Waits for a flight; the last waiter who leaves takes it down."""
-        flight.waiters += 1
+    async def _join(self, key: CacheKey, flight: _Flight, writer: RowsWriter | None) -> torch.Tensor | None:
+        """Waits for a flight; the last waiter who leaves takes it down, unless only its copy for the cache is left."""
+        flight.join(writer)
         try:
-            return await asyncio.shield(flight.task)
+            if writer in await asyncio.shield(flight.delivered):
+                return None
+            rows = await asyncio.shield(flight.task)
+            assert rows is not None, "somebody waits for them"
+            return rows
         finally:
-            flight.waiters -= 1
-            if flight.waiters == 0 and flight.held.done() and not flight.task.done():
-                self._end_flight(key, flight.held)
+            flight.leave(writer)
+            if not flight.waiting and flight.held.done() and not flight.delivered.done():
+                self._end_flight(key, flight)
                 flight.task.cancel()
 
     async def _compute(
-        self, key: CacheKey, item_index: int, held: asyncio.Future[MultimodalDataItem], timeline: Timeline
-    ) -> torch.Tensor:
+        self, key: CacheKey, item_index: int, flight: _Flight, timeline: Timeline
+    ) -> torch.Tensor | None:
         try:
-            rows = await self._rows_of(await held, item_index, timeline)
-            self._cache.put(key, rows, rows.numel() * rows.element_size())
-            metrics.EMBEDDING_CACHE_BYTES.set(self._cache.num_bytes)
+            held = await flight.held
+            if held.precomputed_embedding is not None:
+                rows: torch.Tensor | None = await self._brought(held.precomputed_embedding, item_index, timeline)
+                flight.delivered.set_result(frozenset())
+            else:
+                rows = await self._encoded(flight, held, item_index, timeline)
+            if rows is not None:
+                self._cache.put(key, rows, size_bytes(rows))
+                metrics.EMBEDDING_CACHE_BYTES.set(self._cache.num_bytes)
             return rows
+        except BaseException as error:
+            flight.fail(error)
+            raise
         finally:
-            self._end_flight(key, held)
+            self._end_flight(key, flight)
 
-    async def _rows_of(self, held: MultimodalDataItem, item_index: int, timeline: Timeline) -> torch.Tensor:
-        """(num_tokens, row_elements): by the tower, but for an embedding that was brought along."""
-        part, item = self._engine.part, held.item
-        if held.precomputed_embedding is not None:
-            with timeline.span("preprocess", item_index=item_index):
-                return await asyncio.to_thread(as_rows, held.precomputed_embedding, part.row_elements, part.dtype)
+    async def _brought(self, embedding: TensorValue, item_index: int, timeline: Timeline) -> torch.Tensor:
+        part = self._engine.part
+        with timeline.span("preprocess", item_index=item_index):
+            return await asyncio.to_thread(as_rows, embedding, part.row_elements, part.dtype)
+
+    async def _encoded(
+        self, flight: _Flight, held: MultimodalDataItem, item_index: int, timeline: Timeline
+    ) -> torch.Tensor | None:
+        """By the tower, which writes to the slots itself. What it made is copied only for the cache, and for those whom
+        it could not write to."""
+        item = held.item
         with timeline.span("preprocess", item_index=item_index):
             pixels = await self._pixels_of(held)
         await points.passing_async("encoder.encode_item", item_index)
-        encoded = await asyncio.wrap_future(self._engine.submit(pixels, item.grid))
+        encoded = await asyncio.wrap_future(self._engine.submit(pixels, item.grid, flight.delivery))
         if encoded.rows.shape[0] != item.num_tokens:
             raise MediaMismatch("the picture's embedding has another length than the prompt")
         timeline.add("encode", encoded.start_ns, encoded.end_ns, num_tokens=item.num_tokens, item_index=item_index)
-        return encoded.rows
+        flight.delivered.set_result(encoded.delivered)
+        if self._cache.can_keep(size_bytes(encoded.rows)) or not encoded.delivered.issuperset(flight.waiting):
+            return await asyncio.to_thread(own_rows, encoded.rows)
+        return None
 
-    def _end_flight(self, key: CacheKey, held: asyncio.Future[MultimodalDataItem]) -> None:
+    def _end_flight(self, key: CacheKey, flight: _Flight) -> None:
         """Nobody joins this flight any more; a newer one under the same key stays."""
-        flight = self._flights.get(key)
-        if flight is not None and flight.held is held:
+        if self._flights.get(key) is flight:
             del self._flights[key]
 
     async def _pixels_of(self, held: MultimodalDataItem) -> torch.Tensor:
@@ -189,7 +239,7 @@ class EmbeddingSupply:
         return await asyncio.to_thread(part.patches, decoded.pixels)
 
 
-def _retrieve(task: asyncio.Task[torch.Tensor]) -> None:
+def _retrieve(task: asyncio.Task[torch.Tensor | None]) -> None:
     """A flight may fail with nobody left who waits: that is no news for the log."""
     if not task.cancelled():
         task.exception()

@@ -39,6 +39,7 @@ from triptych.stages.tasks import Background
 from triptych.transport.layout import checksum64
 from triptych.transport.link import EmbeddingLink
 from triptych.transport.names import INPROC
+from triptych.transport.slot_writer import SlotWriter, size_bytes
 from triptych.transport.types import HaveIt, SlotGrant
 from triptych.wire.v1 import encoder_pb2 as pb
 from triptych.wire.v1 import encoder_pb2_grpc
@@ -202,23 +203,18 @@ class _EncodeRun:
             event = "radix_hit" if slot.source is EmbeddingSource.RADIX else "landed_hit"
             self._timeline.add(event, start_ns, source=slot.source, item_index=index)
             return self._item_done(index, slot.source, 0)
-        rows, source = await self._stage._supply.get(item, index, lambda: self._fetch(index, item), self._timeline)
+        writer = link.slot_writer(slot)
+        rows, source = await self._stage._supply.get(
+            item, index, lambda: self._fetch(index, item), self._timeline, writer
+        )
         if source is EmbeddingSource.REMOTE and link.transport == INPROC:
             source = EmbeddingSource.LOCAL
-        await self._write(link, index, slot, rows, source)
-        return self._item_done(index, source, slot.num_bytes)
-
-    async def _write(
-        self, link: EmbeddingLink, index: int, slot: SlotGrant, rows: torch.Tensor, source: EmbeddingSource
-    ) -> None:
         start_ns = self._stage._clock.monotonic_ns()
-        data = rows.view(torch.uint8).numpy().data.cast("B")
-        if len(data) != slot.num_bytes:
-            raise MediaMismatch("the picture's embedding has another length than the prompt")
         with needs_receiver():
-            await link.write_slot(slot, data)
-            await link.commit_embedding(self._ref, index, slot, source, checksum64(data))
-        self._timeline.add("write", start_ns, num_bytes=len(data), source=source, item_index=index)
+            checksum = await _written(link, slot, writer, rows)
+            await link.commit_embedding(self._ref, index, slot, source, checksum)
+        self._timeline.add("write", start_ns, num_bytes=slot.num_bytes, source=source, item_index=index)
+        return self._item_done(index, source, slot.num_bytes)
 
     def _item_done(self, index: int, source: EmbeddingSource, num_bytes: int) -> pb.EncodeResponse:
         metrics.ENCODER_ITEMS.labels(source.value).inc()
@@ -246,6 +242,21 @@ class _EncodeRun:
             return
         if any(not buffer.complete.done() and buffer.is_wanted for buffer in self._media.values()):
             self._answers.put_nowait(PeerLost("the router stopped in the middle of a picture"))
+
+
+async def _written(link: EmbeddingLink, slot: SlotGrant, writer: SlotWriter | None, rows: torch.Tensor | None) -> int:
+    """Returns when the embedding is in the slot, with the checksum over it. `rows` is None where the tower's pass has
+    written them there."""
+    if rows is not None and size_bytes(rows) != slot.num_bytes:
+        raise MediaMismatch("the picture's embedding has another length than the prompt")
+    if writer is None:
+        assert rows is not None, "only a writer could have written them"
+        data = rows.view(torch.uint8).numpy().data.cast("B")
+        await link.write_slot(slot, data)
+        return checksum64(data)
+    if rows is not None and not writer.write(rows):
+        raise PeerLost("the slot cannot be written to any more")
+    return await writer.finish()
 
 
 @contextmanager

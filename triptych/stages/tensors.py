@@ -1,4 +1,5 @@
-"""Tensors from trusted callers, as the encoder's part takes them. Reads every element: not for the event loop."""
+"""Tensors from trusted callers, as the encoder's part takes them, and rows that are to stay. Each function reads every
+element: not for the event loop."""
 
 from __future__ import annotations
 
@@ -31,6 +32,11 @@ def as_rows(tensor: TensorValue, row_elements: int, dtype: torch.dtype) -> torch
         name = str(dtype).removeprefix("torch.")
         raise InvalidRequest(f"the embedding holds values too large for {name}, which this worker computes in")
     return rows
+
+
+def own_rows(rows: torch.Tensor) -> torch.Tensor:
+    """On the host, in storage of their own: one picture kept in a cache must not keep the memory of its whole pass."""
+    return rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _checked(tensor: TensorValue, width: int, what: str) -> torch.Tensor:

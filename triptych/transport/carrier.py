@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Final, Protocol
 
 from triptych.core.errors import PeerLost, TriptychError
 from triptych.core.grant import Grant
 from triptych.transport.pages import MappedPages, PageSource, granted_pages, pages_in, pool_planes
 from triptych.transport.session import check_slot
 from triptych.transport.shm import SharedSegment
+from triptych.transport.slot_writer import MemorySlotWriter, SlotWriter
 from triptych.transport.types import SlotGrant
+
+OVER: Final = "the session to the other worker is over"
 
 
 class PageWriter(Protocol):
@@ -63,6 +67,11 @@ class Carrier(Protocol):
         """All of the slot, before its commit. Raises TransferRefused, PeerLost or DeadlineExceeded."""
         ...
 
+    def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
+        """None: the slot cannot be reached from here, only `write_slot` moves bytes there. Raises TransferRefused when
+        it lies outside the arena, PeerLost when the link is over."""
+        ...
+
     def page_writer(self, ticket: int, grant: Grant, source: PageSource, events: WriterEvents) -> PageWriter:
         """Raises TransferRefused when the grant's pages are not in the receiver's pool."""
         ...
@@ -81,11 +90,14 @@ class MemoryCarrier:
         self._segment = segment
 
     async def write_slot(self, grant: SlotGrant, data: memoryview) -> None:
-        arena = self._open_arena()
-        check_slot(grant, len(data), arena.nbytes)
+        check_slot(grant, len(data), self._open_arena().nbytes)
         # Released at once: a view that a traceback keeps would keep the mapping, and with it the receiver's slots.
-        with arena[grant.offset : grant.offset + grant.num_bytes] as view:
+        with self._slot_view(grant) as view:
             view[:] = data
+
+    def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
+        check_slot(grant, grant.num_bytes, self._open_arena().nbytes)
+        return MemorySlotWriter(self.label, grant.num_bytes, partial(self._slot_view, grant))
 
     def page_writer(self, ticket: int, grant: Grant, source: PageSource, events: WriterEvents) -> PageWriter:
         arena = self._open_arena()
@@ -102,5 +114,12 @@ class MemoryCarrier:
 
     def _open_arena(self) -> memoryview:
         if self._arena is None:
-            raise PeerLost("the session to the other worker is over")
+            raise PeerLost(OVER)
         return self._arena
+
+    def _slot_view(self, grant: SlotGrant) -> memoryview:
+        """Any thread. A view that was made before `close` keeps the mapping until it is released."""
+        try:
+            return self._open_arena()[grant.offset : grant.offset + grant.num_bytes]
+        except ValueError:  # closed between the two
+            raise PeerLost(OVER) from None

@@ -1,6 +1,6 @@
 """The sending end of `cuda_ipc`: copies on a side stream into the receiver's device memory.
 
-    encoder: write_slot ------------.
+    encoder: write_slot, slot_writer-.
     engine's thread: gather on GPU --'--> side stream --> event --> flush --> commit
 
 A commit or an abort tells the receiver that nothing more is written. So both wait for the events of what was launched,
@@ -26,9 +26,11 @@ from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
 from triptych.transport.device import DeviceError, DeviceEvent
 from triptych.transport.device_arena import ImportedArena, is_done
+from triptych.transport.layout import checksum64
 from triptych.transport.names import CUDA_IPC
 from triptych.transport.pages import PageSource, granted_pages, pages_in
 from triptych.transport.session import check_slot
+from triptych.transport.slot_writer import INLINE_CHECKSUM_BYTES, SlotWriter, WriteGate, count_written, size_bytes
 from triptych.transport.types import SlotGrant
 
 COPY_TIMEOUT_S: Final = 15.0
@@ -66,33 +68,111 @@ class DeviceCarrier:
         source = torch.from_numpy(array if array.flags.writeable else array.copy())  # torch warns of the others
 
         def copy(memory: torch.Tensor) -> None:
-            self.arena.driver.copy_async(memory[grant.offset : grant.offset + grant.num_bytes], source)
+            self.arena.driver.copy_async(_slot_of(memory, grant), source)
 
         try:
             event = self.arena.launch(copy)
         except DeviceError as error:
-            raise self._break(error) from error
+            raise self.failed(error) from error
         await self.completed(event)
+
+    def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
+        check_slot(grant, grant.num_bytes, self.arena.num_bytes)
+        return DeviceSlotWriter(self, grant)
 
     def page_writer(self, ticket: int, grant: Grant, source: PageSource, events: WriterEvents) -> PageWriter:
         pages = granted_pages(grant, pages_in(self.arena.num_bytes, source.layout))
         return DevicePageWriter(self, source, events, pages)
+
+    async def slot_checksum(self, grant: SlotGrant) -> int:
+        """Over what is in the receiver's memory. Raises PeerLost."""
+        host = torch.empty(grant.num_bytes, dtype=torch.uint8)
+
+        def copy(memory: torch.Tensor) -> None:
+            self.arena.driver.copy_async(host, _slot_of(memory, grant))
+
+        try:
+            event = self.arena.launch(copy)
+        except DeviceError as error:
+            raise self.failed(error) from error
+        await self.completed(event)
+        data: memoryview = host.numpy().data
+        return checksum64(data) if len(data) <= INLINE_CHECKSUM_BYTES else await asyncio.to_thread(checksum64, data)
 
     async def completed(self, event: DeviceEvent) -> None:
         """Returns, or is cancelled, when the event has completed, not before. Raises PeerLost when it does not."""
         try:
             await _completed(event)
         except DeviceError as error:
-            raise self._break(error) from error
+            raise self.failed(error) from error
+
+    def post(self, action: Callable[..., object], *args: object) -> None:
+        """To the event loop, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: the process is going down
+            self.loop.call_soon_threadsafe(action, *args)
 
     def close(self) -> None:
         self.arena.close()
 
-    def _break(self, error: DeviceError) -> PeerLost:
+    def failed(self, error: DeviceError) -> PeerLost:
+        """Breaks the link. On the event loop."""
         _log.error("copies to another worker's device memory failed", extra={"reason": str(error)})
         lost = PeerLost("the device failed while it wrote to another worker's memory")
         self._broken(lost)
         return lost
+
+
+class DeviceSlotWriter:
+    """Implements `SlotWriter`: the thread that has the rows launches the copy, after the kernels that made them."""
+
+    def __init__(self, carrier: DeviceCarrier, grant: SlotGrant) -> None:
+        self._carrier = carrier
+        self._grant = grant
+        self._gate = WriteGate()
+        self._event: DeviceEvent | None = None
+        self._source: torch.Tensor | None = None
+
+    def write(self, rows: torch.Tensor) -> bool:
+        if size_bytes(rows) != self._grant.num_bytes or not self._gate.try_begin():
+            return False
+        try:
+            self._source = rows.contiguous().view(torch.uint8).view(-1)  # kept until the copy has completed
+            self._event = self._carrier.arena.launch(self._copy_in)
+        except DeviceError as error:
+            self._carrier.post(self._carrier.failed, error)
+            return False
+        except PeerLost:
+            return False
+        except Exception:
+            _log.exception("an embedding could not be copied to its slot")
+            return False
+        finally:
+            self._gate.end()
+        count_written(self._carrier.label, self._grant.num_bytes)
+        return True
+
+    async def finish(self) -> int:
+        assert self._event is not None, "nothing was written"
+        await self._carrier.completed(self._event)
+        self._source = None
+        return await self._carrier.slot_checksum(self._grant)
+
+    def revoke(self) -> None:
+        self._gate.revoke()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._gate.is_writing or not (self._event is None or is_done(self._event))
+
+    async def settle(self) -> None:
+        await self._gate.settle()
+        if self._event is not None:
+            with suppress(PeerLost):  # then the link is broken, and no abort goes out by it
+                await self._carrier.completed(self._event)
+
+    def _copy_in(self, memory: torch.Tensor) -> None:
+        assert self._source is not None
+        self._carrier.arena.driver.copy_async(_slot_of(memory, self._grant), self._source)
 
 
 class DevicePageWriter:
@@ -122,12 +202,12 @@ class DevicePageWriter:
             with self._lock:
                 self._launch(pages, first, num_bytes)
         except TriptychError as error:
-            self._post(self._fail, error)
+            self._carrier.post(self._fail, error)
         except DeviceError as error:
-            self._post(self._fail_with_device, error)
+            self._carrier.post(self._fail_with_device, error)
         except Exception:
             _log.exception("pages could not be copied")
-            self._post(self._fail, TriptychError(INTERNAL_MESSAGE))
+            self._carrier.post(self._fail, TriptychError(INTERNAL_MESSAGE))
         return num_bytes
 
     async def flush(self) -> int | None:
@@ -162,7 +242,7 @@ class DevicePageWriter:
 
         self._running.append((self._carrier.arena.launch(scatter), num_bytes))
         if in_flight + num_bytes > CONGESTED_BYTES:
-            self._post(self._watch)
+            self._carrier.post(self._watch)
 
     def _in_flight_bytes(self) -> int:
         """Under the lock."""
@@ -185,7 +265,7 @@ class DevicePageWriter:
         self._events.relieved()
 
     def _fail_with_device(self, error: DeviceError) -> None:
-        self._fail(self._carrier._break(error))
+        self._fail(self._carrier.failed(error))
 
     def _fail(self, error: TriptychError) -> None:
         """On the event loop."""
@@ -194,9 +274,9 @@ class DevicePageWriter:
             self.cancel()
             self._events.failed(error)
 
-    def _post(self, action: Callable[..., None], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the process is going down
-            self._carrier.loop.call_soon_threadsafe(action, *args)
+
+def _slot_of(memory: torch.Tensor, grant: SlotGrant) -> torch.Tensor:
+    return memory[grant.offset : grant.offset + grant.num_bytes]
 
 
 def _gathered(source: PageSource, pages: Sequence[int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Final
 
 from triptych.core.errors import PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
@@ -13,6 +14,8 @@ from triptych.transport.link import AskingLink, deadline
 from triptych.transport.names import INPROC
 from triptych.transport.receiver import Receivers
 from triptych.transport.types import AbortAsked, Answer, ArenaKind, Asked
+
+OVER: Final = "the link inside this process is closed"
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ class InprocLink(AskingLink):
         self._memory = MemoryCarrier(INPROC, arena.buffer[:])
         self._aborts: set[asyncio.Task[None]] = set()
 
-    def abort_soon(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
+    def _send_abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         if not self.closed.is_set():
             task = asyncio.create_task(self._abort(AbortAsked(ref, grant_id, reason)), name="transfer-abort")
             self._aborts.add(task)
@@ -40,6 +43,7 @@ class InprocLink(AskingLink):
     async def close(self) -> None:
         if self.closed.is_set():
             return
+        await self._end_slots()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         self.closed.set()
         self._drop_writers()
@@ -48,13 +52,17 @@ class InprocLink(AskingLink):
 
     def _carrier(self) -> Carrier:
         if self.closed.is_set():
-            raise PeerLost("the link inside this process is closed")
+            raise PeerLost(OVER)
         return self._memory
 
     async def _ask(self, asked: Asked, timeout_s: float) -> tuple[int, Answer]:
         self._carrier()
         async with deadline(timeout_s):
-            return 0, await carry_out(self._receivers, self._kind, self._me, asked)
+            answer = await carry_out(self._receivers, self._kind, self._me, asked)
+        if self.closed.is_set():
+            await self._abort(AbortAsked(asked.ref, None, OVER))  # room came after the farewell
+            raise PeerLost(OVER)
+        return 0, answer
 
     async def _abort(self, asked: AbortAsked) -> None:
         try:

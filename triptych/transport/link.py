@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final, Protocol
@@ -17,6 +17,7 @@ from triptych.faults import points
 from triptych.obs import metrics
 from triptych.transport.carrier import Carrier, PageWriter, WriterEvents
 from triptych.transport.pages import PageSource
+from triptych.transport.slot_writer import SlotWriter, count_written
 from triptych.transport.types import (
     Answer,
     Asked,
@@ -49,8 +50,9 @@ class Link(Protocol):
         ...
 
     async def abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
-        """Gives up what `ref` (or the one grant) holds at the receiver. Call it only after the last write into it has
-        ended. Waits for copies of the grant's pages that are under way, for nothing else; never raises."""
+        """Gives up what `ref` (or the one grant) holds at the receiver. Call it only after the last `write_slot` into
+        it has ended. Waits for what is being written to its slots or to the grant's pages, for nothing else; never
+        raises."""
         ...
 
     async def close(self) -> None:
@@ -70,6 +72,11 @@ class EmbeddingLink(Link, Protocol):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SlotGrant | HaveIt:
         """Waits for room. Cancelled or late, it aborts `ref` at the receiver, so nothing leaks."""
+        ...
+
+    def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
+        """What writes to the slot itself; None where only `write_slot` gets bytes there, or when the slot was committed
+        or given up."""
         ...
 
     async def write_slot(self, grant: SlotGrant, data: memoryview) -> None:
@@ -121,11 +128,13 @@ class AskingLink(ABC):
     """The calls of both kinds of link, over two things that a subclass brings: a way to ask the receiver, and a carrier
     for the bytes.
 
-    Owns the page writers of grants that are bound and neither committed nor given up.
+    Owns the writers of slots and of pages that were granted and neither committed nor given up.
     """
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
+        self._slot_writers: dict[int, tuple[AttemptRef, SlotWriter]] = {}
+        self._aborting: set[asyncio.Task[None]] = set()
         self._tickets: dict[str, int] = {}
         self._writers: dict[str, PageWriter] = {}
 
@@ -142,8 +151,18 @@ class AskingLink(ABC):
         """The answer, and the ticket of what it grants."""
 
     @abstractmethod
+    def _send_abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
+        """Tells the receiver. Never raises."""
+
     def abort_soon(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """`abort` for where nothing can be awaited."""
+        written = self._revoke_slots(ref) if grant_id is None else {}
+        if written:
+            task = asyncio.create_task(self._abort_after(written, ref, reason), name="transfer-abort-later")
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+        else:
+            self._send_abort(ref, grant_id, reason)
 
     async def request_slot(
         self,
@@ -159,10 +178,22 @@ class AskingLink(ABC):
         async with self._abort_when_given_up(ref, None):
             ticket, answer = await self._ask(asked, timeout_s)
         assert isinstance(answer, SlotGrant | HaveIt)
-        return replace(answer, ticket=ticket) if isinstance(answer, SlotGrant) else answer
+        if isinstance(answer, HaveIt):
+            return answer
+        grant = replace(answer, ticket=ticket)
+        writer = self._carrier().slot_writer(grant)
+        if writer is not None:
+            self._slot_writers[grant.slot_id] = ref, writer
+        return grant
+
+    def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
+        _, writer = self._slot_writers.get(grant.slot_id, (None, None))
+        return writer
 
     async def write_slot(self, grant: SlotGrant, data: memoryview) -> None:
-        await self._carrier().write_slot(grant, data)
+        carrier = self._carrier()
+        await carrier.write_slot(grant, data)
+        count_written(carrier.label, len(data))
 
     async def commit_embedding(
         self,
@@ -175,12 +206,11 @@ class AskingLink(ABC):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         await points.passing_async("link.before_commit")
-        label = self.transport
+        self._committed(grant.slot_id)
         commit = EmbeddingCommitted(
             ref, item_index, grant.slot_id, grant.generation, grant.capability, grant.num_bytes, checksum, source
         )
         await self._ask(commit, timeout_s)
-        metrics.EMBEDDING_TRANSFER_BYTES.labels(transport=label).inc(grant.num_bytes)
 
     async def bind_kv(self, ref: AttemptRef, grant: Grant, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Grant:
         async with self._abort_when_given_up(ref, grant.grant_id):
@@ -233,7 +263,40 @@ class AskingLink(ABC):
     async def abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         if grant_id is not None:
             await self._end_writing(grant_id)
-        self.abort_soon(ref, grant_id, reason)
+            self._send_abort(ref, grant_id, reason)
+        else:
+            await self._abort_after(self._revoke_slots(ref), ref, reason)
+
+    async def _abort_after(self, written: Mapping[int, SlotWriter], ref: AttemptRef, reason: str) -> None:
+        """The receiver may give the slots to anybody when it hears of this."""
+        await self._settle(written)
+        self._send_abort(ref, None, reason)
+
+    async def _end_slots(self) -> None:
+        """Returns when nothing of this link can be written any more, and aborts that waited for that have gone out."""
+        await self._settle(self._revoke_slots(None))
+        await asyncio.gather(*self._aborting, return_exceptions=True)
+
+    def _revoke_slots(self, ref: AttemptRef | None) -> dict[int, SlotWriter]:
+        """Those of the attempt, or all (None). Returns the ones that are being written; they stay in the table until
+        they have settled, since whoever gives up next must wait for them, too."""
+        mine = {slot_id: writer for slot_id, (owner, writer) in self._slot_writers.items() if ref in (None, owner)}
+        for slot_id, writer in mine.items():
+            writer.revoke()
+            if not writer.is_writing:
+                del self._slot_writers[slot_id]
+        return {slot_id: writer for slot_id, writer in mine.items() if slot_id in self._slot_writers}
+
+    async def _settle(self, written: Mapping[int, SlotWriter]) -> None:
+        for slot_id, writer in written.items():
+            await writer.settle()
+            self._slot_writers.pop(slot_id, None)
+
+    def _committed(self, slot_id: int) -> None:
+        """The commit says that nobody writes there any more."""
+        _, writer = self._slot_writers.pop(slot_id, (None, None))
+        if writer is not None:
+            writer.revoke()
 
     async def _end_writing(self, grant_id: str) -> None:
         """The receiver frees the pages when it hears of the abort: no copy may be under way by then."""

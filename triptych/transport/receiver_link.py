@@ -81,7 +81,7 @@ class ReceiverLink(AskingLink):
         self._call = call
         self._pump = asyncio.create_task(self._run(call), name="transfer-link")
 
-    def abort_soon(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
+    def _send_abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """A link that cannot even queue an abort is broken, and closes."""
         try:
             _, frame = self._session.ask(AbortAsked(ref, grant_id, printable(reason)))
@@ -181,6 +181,7 @@ class ReceiverLink(AskingLink):
         for future in waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(OVER))
+        self._revoke_slots(None)  # one that is being written keeps the mapping until it has been
         if self._bytes is not None:
             self._bytes.close()  # before the writers are dropped, so that they can say what happened
         self._drop_writers()

@@ -32,6 +32,7 @@ from triptych.transport.carrier import PageWriter, WriterEvents
 from triptych.transport.data_frame import MAX_PAYLOAD_BYTES, DataHeader, PayloadKind, pack
 from triptych.transport.pages import PageSource, granted_pages, pages_in
 from triptych.transport.session import check_slot
+from triptych.transport.slot_writer import SlotWriter
 from triptych.transport.types import SlotGrant
 from triptych.transport.zmq_gate import Admission, PlainAdmission
 
@@ -155,6 +156,10 @@ class ZmqCarrier:
         finally:
             del self._slots[parcel]
             parcel.is_cancelled = True
+
+    def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
+        """The slot is reached by frames only."""
+        return None
 
     def page_writer(self, ticket: int, grant: Grant, source: PageSource, events: WriterEvents) -> PageWriter:
         self.check()
