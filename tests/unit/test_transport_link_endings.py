@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +32,12 @@ from tests.unit.link_house import (
     send,
     sender_by,
 )
-from triptych.core.errors import DeadlineExceeded, PeerLost
+from triptych.core.errors import DeadlineExceeded, PeerLost, TriptychError
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.plan import EmbeddingSource
 from triptych.testing.receivers import FakeEmbeddingReceiver
+from triptych.transport.layout import checksum64
 from triptych.transport.link import AskingLink
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.pages import MappedPages
@@ -218,6 +222,7 @@ async def test_a_new_session_waits_for_the_farewell_of_the_former(host: Host, se
 SENDER_PROCESS = """
 import asyncio, sys
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.plan import EmbeddingSource
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.transport.layout import host_id
@@ -251,3 +256,76 @@ async def test_a_killed_sender_frees_what_it_held(host: Host, transport: str) ->
     await child.wait()
     await eventually(lambda: host.embedding.lost == [WorkerRef("child", 5)])
     assert host.embedding.slots.free_bytes == ARENA_BYTES and not host.embedding.landed
+
+
+# --- bugs ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_bug_in_answering_ends_the_session_and_frees_nothing_under_a_living_mapping(
+    host: Host, shm_link: ReceiverLink
+) -> None:
+    """Whatever went wrong here, the sender has the arena mapped and may be writing."""
+    grant = await shm_link.request_slot(FULL, 0, IDENTITY, 1, 512)
+    assert isinstance(grant, SlotGrant)
+    (talk,) = host.servicer._talks.values()
+
+    async def broken(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    talk._write_frame = broken
+    keeps = SharedSegment.open(host.embedding.arena.segment.name, ARENA_BYTES, mapping_id=talk._mapping_id)  # type: ignore[union-attr]
+    with pytest.raises(PeerLost):
+        await shm_link.request_slot(REF, 1, IDENTITY, 1, 64, timeout_s=5)
+    await asyncio.sleep(0.2)
+    assert host.embedding.lost == [] and host.embedding.slots.owned_bytes >= grant.num_bytes
+    keeps.close()
+    await eventually(lambda: host.embedding.lost == [SENDER.ref])
+    assert host.embedding.slots.free_bytes == ARENA_BYTES
+
+
+async def test_a_commit_under_way_ends_before_the_farewell_whatever_else_breaks(
+    host: Host, shm_link: ReceiverLink
+) -> None:
+    grant = await fill(shm_link)
+    (talk,) = host.servicer._talks.values()
+    entered, go, ended = asyncio.Event(), asyncio.Event(), list[str]()
+    sound = host.embedding.commit_embedding
+
+    async def slow(*arguments: Any) -> None:
+        entered.set()
+        try:
+            await go.wait()
+            await sound(*arguments)
+            ended.append("taken")
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def broken(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    host.embedding.commit_embedding = slow  # type: ignore[method-assign]
+    checksum = checksum64(bytes(ARENA_BYTES))
+    committing = asyncio.create_task(shm_link.commit_embedding(FULL, 0, grant, EmbeddingSource.REMOTE, checksum))
+    await entered.wait()
+    talk._write_frame = broken
+    await shm_link.abort(REF, None, "makes the receiver answer")
+    await asyncio.sleep(0.1)
+    go.set()
+    await asyncio.gather(committing, return_exceptions=True)
+    await eventually(lambda: host.embedding.lost == [SENDER.ref])
+    assert ended == ["taken"]
+
+
+async def test_an_answer_that_fits_no_frame_is_an_error_and_no_silence(host: Host, shm_link: ReceiverLink) -> None:
+    sound = host.embedding.request_slot
+
+    async def bug(*arguments: Any) -> SlotGrant | HaveIt:
+        answer = await sound(*arguments)
+        return replace(answer, generation=-1) if isinstance(answer, SlotGrant) else answer
+
+    host.embedding.request_slot = bug  # type: ignore[method-assign]
+    with pytest.raises(TriptychError, match="internal error"):
+        await shm_link.request_slot(REF, 0, IDENTITY, 1, 64, timeout_s=2)
+    host.embedding.request_slot = sound  # type: ignore[method-assign]
+    await send(shm_link, AttemptRef("req-2"), 0, b"next")

@@ -25,6 +25,7 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError
 from triptych.transport.device_arena import SETTLE_S, DeviceArena
 from triptych.transport.dispatch import carry_out, peer_lost
+from triptych.transport.frames import answer_to_frame
 from triptych.transport.landings import LandingSession, pages_landing, slot_landing
 from triptych.transport.names import CUDA_IPC, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.receiver import Receivers
@@ -236,19 +237,27 @@ class Conversation:
             self._work.put_nowait(None)
 
     async def live(self) -> None:
+        """Whatever goes wrong in the session, the farewell waits until the sender can write no more."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write(), name="transfer-write")
-                async with asyncio.TaskGroup() as work:
-                    await self._start_work(work)
-                self._session.close()
-                self._outgoing.put_nowait(None)
+            try:
+                await self._converse()
+            except* Exception:
+                _log.exception("a session met a bug and ends")
+                self.hang_up()
             await self._wait_until_unmapped()
         finally:
             self.written.set()
             self._close_landings()
             await self._say_farewell()
             self.settled.set()
+
+    async def _converse(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write(), name="transfer-write")
+            async with asyncio.TaskGroup() as work:
+                await self._start_work(work)
+            self._session.close()
+            self._outgoing.put_nowait(None)
 
     async def _start_work(self, tasks: asyncio.TaskGroup) -> None:
         while (work := await self._work.get()) is not None:
@@ -278,7 +287,15 @@ class Conversation:
             if not waiting:
                 del self._waits[work.asked.ref]
         answer = Aborted("given up by the sender") if task.cancelled() else task.result()
-        self._outgoing.put_nowait(self._session.answer(work.sequence, answer))
+        self._outgoing.put_nowait(self._framed(work.sequence, answer))
+
+    def _framed(self, sequence: int, answer: Answer | TriptychError) -> wire.SessionResponse:
+        """The sender hears of a bug of ours, too, and does not wait for its deadline."""
+        try:
+            return self._session.answer(sequence, answer)
+        except Exception:
+            _log.exception("a receiver's answer fits no frame")
+            return answer_to_frame(sequence, TriptychError(INTERNAL_MESSAGE))
 
     async def _answer(self, work: Work, after: list[Waiting]) -> Answer | TriptychError:
         try:
@@ -327,6 +344,10 @@ class Conversation:
             while (frame := await self._outgoing.get()) is not None:
                 await self._write_frame(frame)
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
+            self.end()
+        except Exception:
+            _log.exception("answers cannot be sent: the session ends")
+            self.hang_up()
             self.end()
         finally:
             self.written.set()
