@@ -6,7 +6,9 @@ A path is complete when each stage has a worker that can do its part:
     prefill   the decode worker itself, if it can; else any worker that prefills, which hands the KV over.
     encoders  the prefill worker itself, if it can; else any worker that encodes. None for text alone.
 
-Whoever sends to another process must be able to: the two share a transport and lay the data out alike.
+Whoever sends to another process must be able to: the two share a transport and lay the data out alike. Of KV the sender
+converts page sizes, and number formats where it may (`core/kv_format.py`). Those who compute in unlike formats are
+joined only where nobody computes in the same: answers must not depend on whose turn it is.
 
 So roles of one process stay together once it is chosen, and `mono`, `e-pd` and `p-d` need no switch. Across processes a
 worker that is there for the one stage is taken before one that would do it beside its own work (`borrowed`).
@@ -23,6 +25,7 @@ import xxhash
 
 from services.router.homes import Home
 from triptych.core.errors import Unavailable
+from triptych.core.kv_format import why_not
 from triptych.core.plan import Item
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.transport.names import shared_transports
@@ -30,8 +33,8 @@ from triptych.transport.names import shared_transports
 T = TypeVar("T")
 
 _CANNOT_SEND = (
-    "the workers that are ready cannot send to each other; they need the same dtype and page size, and a transport in"
-    " common"
+    "the workers that are ready cannot send to each other; they need the same --dtype (KV also goes from bfloat16 to"
+    " float32, and with --allow-kv-narrowing on both sides back), and a transport in common"
 )
 
 
@@ -73,8 +76,9 @@ class Path:
 def paths(view: ClusterView, items: Mapping[int, Item], turn: int, home: Home | None = None) -> tuple[Path, ...]:
     """A complete path for each decode worker that has one, in the order in which to ask for room.
 
-    Those over avoided workers are left out while there are others, those that borrow a worker come last, and among
-    equals the one at `home` comes first, and the rest take turns. Raises Unavailable when there is none.
+    Those over avoided workers are left out while there are others; those on which KV changes its number format come
+    last, and before them those that borrow a worker; among equals the one at `home` comes first, and the rest take
+    turns. Raises Unavailable when there is none.
     """
     decodes = _required(view, items)[Role.DECODE]
     options = [equals for decode in decodes if (equals := _best_paths(view, decode, items))]
@@ -83,8 +87,8 @@ def paths(view: ClusterView, items: Mapping[int, Item], turn: int, home: Home | 
     least_avoided = min(_num_avoided(view, equals[0]) for equals in options)
     kept = [equals for equals in options if _num_avoided(view, equals[0]) == least_avoided]
     ordered: list[Path] = []
-    for num_borrowed in sorted({_num_borrowed(equals[0]) for equals in kept}):
-        group = [equals for equals in kept if _num_borrowed(equals[0]) == num_borrowed]
+    for rank in sorted({_strangeness(equals[0]) for equals in kept}):
+        group = [equals for equals in kept if _strangeness(equals[0]) == rank]
         # Prefill workers take turns at a slower pace, so that every pair of workers comes up.
         ones = [_at_home(equals, home) or equals[turn // len(group) % len(equals)] for equals in _rotated(group, turn)]
         ordered += sorted(ones, key=lambda path: home is None or path.decode.ref != home.decode)
@@ -115,17 +119,17 @@ def encoder_shares(path: Path, items: Mapping[int, Item]) -> list[tuple[WorkerIn
 
 
 def _best_paths(view: ClusterView, decode: WorkerInfo, items: Mapping[int, Item]) -> list[Path]:
-    """The complete paths that end at `decode` with the fewest avoided, then with the fewest borrowed workers."""
+    """The complete paths that end at `decode` with the fewest avoided, then with the least that is out of the way."""
     prefills = [decode] if Role.PREFILL in decode.roles else _with_role(view, Role.PREFILL)
     found = [_path(view, decode, prefill, items) for prefill in prefills]
     possible = [path for path in found if path is not None]
-    ranks = [(_num_avoided(view, path), _num_borrowed(path)) for path in possible]
+    ranks = [(_num_avoided(view, path), _strangeness(path)) for path in possible]
     return [path for path, rank in zip(possible, ranks, strict=True) if rank == min(ranks)]
 
 
 def _path(view: ClusterView, decode: WorkerInfo, prefill: WorkerInfo, items: Mapping[int, Item]) -> Path | None:
     """None when the two cannot be joined, or no encoder can send to the prefill worker."""
-    if not _can_send(prefill, decode, prefill.kv_layout, decode.kv_layout):
+    if not _can_send(prefill, decode, prefill.kv_layout, decode.kv_layout) or not _can_convert(prefill, decode):
         return None
     encoders = _encoders_for(view, prefill) if items else ()
     return Path(decode, prefill, encoders) if encoders or not items else None
@@ -152,6 +156,18 @@ def _can_send(sender: WorkerInfo, receiver: WorkerInfo, layout: bytes, expected:
         return True
     is_same_host = bool(sender.host_id) and sender.host_id == receiver.host_id
     return bool(shared_transports(sender.transports, receiver.transports, is_same_host=is_same_host))
+
+
+def _can_convert(prefill: WorkerInfo, decode: WorkerInfo) -> bool:
+    """As above: a record that says nothing of its pages forbids nothing."""
+    sent, landed = prefill.kv_terms, decode.kv_terms
+    return prefill.ref == decode.ref or sent is None or landed is None or why_not(sent, landed) is None
+
+
+def _strangeness(path: Path) -> tuple[bool, int]:
+    """What is to be avoided where the choice is free: KV in another number format, and then borrowed workers."""
+    dtypes = {path.prefill.kv_dtype, path.decode.kv_dtype} - {None}
+    return len(dtypes) > 1, _num_borrowed(path)
 
 
 def _num_avoided(view: ClusterView, path: Path) -> int:

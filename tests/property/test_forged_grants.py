@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from triptych.core.errors import AttemptError, StaleAttempt, TransferRefused
 from triptych.core.grant import Grant, GroupRegions, Region
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvDtype, PageFormat
 from triptych.core.plan import Grid
 from triptych.engine.landed_cache import Content
 from triptych.engine.landing import LandingTable, Wanted
@@ -146,7 +147,7 @@ async def test_nothing_is_written_outside_of_the_mapped_arena(offset: int, num_b
 
 
 class _Source:
-    layout = PageLayout(num_planes=2, cell_bytes=8)
+    layout = PageLayout(num_planes=2, cell_bytes=8, format=PageFormat(1, KvDtype.FLOAT32))
 
 
 @given(st.lists(st.tuples(st.integers(-4, 2**40), st.integers(0, 6)), max_size=4))

@@ -16,6 +16,7 @@ from triptych.core.errors import InvalidRequest, MediaMismatch, TriptychError
 from triptych.core.expansion import check_ranges
 from triptych.core.grant import Grant, GroupRegions, Region
 from triptych.core.ids import AttemptRef
+from triptych.core.kv_format import KvDtype
 from triptych.core.plan import (
     EmbeddingSource,
     FinishReason,
@@ -149,9 +150,13 @@ workers = st.builds(
     st.lists(names, max_size=3).map(tuple),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**26),
-    st.integers(0, 2**20),
+    st.integers(0, 1024),
     st.integers(0, 2**21),
     st.dictionaries(names, st.integers(0, 2**64 - 1), max_size=3),
+    st.just(b"") | st.binary(min_size=32, max_size=32),
+    st.just(b"") | st.binary(min_size=32, max_size=32),
+    st.none() | st.sampled_from(KvDtype),
+    st.booleans(),
 )
 
 KINDS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Message], Callable[[Any], Any]]] = [
@@ -333,11 +338,21 @@ def test_grants_and_workers_are_bounded_too() -> None:
         with pytest.raises(InvalidRequest):
             convert.grant_from_proto(bad)
     worker = WorkerInfo("w", 1, frozenset({Role.DECODE}), WorkerState.READY, "127.0.0.1:1")
-    for change in ({"grpc_address": "nowhere"}, {"grpc_address": "h:0"}, {"roles": frozenset()}, {"epoch": 0}):
+    for change in (
+        {"grpc_address": "nowhere"},
+        {"grpc_address": "h:0"},
+        {"roles": frozenset()},
+        {"epoch": 0},
+        {"page_tokens": 1025},
+    ):
         with pytest.raises(InvalidRequest):
             convert.worker_from_proto(convert.worker_to_proto(replace(worker, **change)))
     with pytest.raises(InvalidRequest):
         convert.worker_from_proto(registry_pb.WorkerRecord())
+    odd = convert.worker_to_proto(worker)
+    odd.kv_dtype = 4  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest):
+        convert.worker_from_proto(odd)
 
 
 @pytest.mark.parametrize("value", [0.1, -9999.1, math.nan, math.inf, -math.inf])

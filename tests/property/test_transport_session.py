@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from triptych.core.errors import NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import GroupRegions, Region
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvDtype, KvTerms, PageFormat
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.transport import frames
 from triptych.transport.session import (
@@ -85,11 +86,15 @@ answers: st.SearchStrategy[Answer] = (
 
 
 def offer(kind: ArenaKind) -> ArenaOffer | None:
-    return ArenaOffer(LAYOUT, "triptych-kv-0123456789abcdef", ARENA_BYTES)
+    return ArenaOffer(LAYOUT, "triptych-kv-0123456789abcdef", ARENA_BYTES, kv=terms(kind))
+
+
+def terms(kind: ArenaKind) -> KvTerms | None:
+    return KvTerms(PageFormat(16, KvDtype.FLOAT32)) if kind is ArenaKind.KV else None
 
 
 def connected(kind: ArenaKind) -> tuple[SenderSession, ReceiverSession]:
-    sender = SenderSession(SENDER, RECEIVER.ref, kind, LAYOUT)
+    sender = SenderSession(SENDER, RECEIVER.ref, kind, LAYOUT, terms(kind))
     receiver = ReceiverSession(RECEIVER, offer)
     greeted = receiver.receive(sender.hello())
     assert isinstance(greeted, Greeted) and greeted.transport == "shm"
@@ -148,7 +153,7 @@ def mutated(draw: st.DrawFn) -> wire.SessionRequest:
 
 
 hellos = st.builds(
-    lambda version, worker, epoch, host, transports, arena, layout: wire.SessionRequest(
+    lambda version, worker, epoch, host, transports, arena, layout, pages: wire.SessionRequest(
         hello=wire.Hello(
             protocol_version=version,
             worker_id=worker,
@@ -157,6 +162,7 @@ hellos = st.builds(
             transports=transports,
             arena=arena,
             layout_fingerprint=layout,
+            pages=pages,
         )
     ),
     st.integers(0, 3),
@@ -166,6 +172,8 @@ hellos = st.builds(
     st.lists(st.sampled_from(["shm", "inproc", "zmq-ipc", "zmq-tcp", "nixl", "?"]), max_size=20),
     st.sampled_from([0, 1, 2, 77]),
     st.sampled_from([LAYOUT, b"", b"x" * 32]),
+    st.none()
+    | st.builds(wire.PageFormat, page_tokens=st.sampled_from([0, 16, 2**31]), dtype=st.sampled_from([0, 1, 9])),
 )
 
 
@@ -192,7 +200,7 @@ def test_a_receiver_survives_any_frames(stream: list[wire.SessionRequest], greet
 @settings(max_examples=100, deadline=None)
 @given(st.lists(raw_responses, max_size=8), st.sampled_from(ArenaKind))
 def test_a_sender_survives_any_frames(stream: list[wire.SessionResponse], kind: ArenaKind) -> None:
-    fresh = SenderSession(SENDER, RECEIVER.ref, kind, LAYOUT)
+    fresh = SenderSession(SENDER, RECEIVER.ref, kind, LAYOUT, terms(kind))
     fresh.hello()
     if stream:
         assert isinstance(fresh.welcome(stream[0]), TriptychError | frames.Welcome)

@@ -22,6 +22,7 @@ from tests.unit.link_house import (
     ARENA_BYTES,
     EMBEDDING_LAYOUT,
     IDENTITY,
+    KV,
     KV_LAYOUT,
     PAGES,
     REF,
@@ -31,6 +32,7 @@ from tests.unit.link_house import (
 )
 from triptych.core.grant import Grant
 from triptych.core.ids import WorkerRef
+from triptych.core.kv_format import KvTerms
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer
@@ -67,9 +69,10 @@ class DeviceHost:
         epoch: int = 11,
         *,
         strict: bool = False,
+        kv: KvTerms = KV,
     ) -> LinkPool:
         me = replace(SENDER, ref=WorkerRef("encoder-1", epoch), transports=transports)
-        return LinkPool(me, partial(transfer_stub, self.channels), strict=strict, driver=driver)
+        return LinkPool(me, partial(transfer_stub, self.channels), strict=strict, driver=driver, kv=kv)
 
     def arenas(self) -> list[DeviceArena]:
         devices = [receiver.arena.device for receiver in (self.embedding, self.kv)]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvDtype, KvTerms, PageFormat
 from triptych.core.plan import EmbeddingSource
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.kv.pages import PageLayout
@@ -41,13 +42,14 @@ from triptych.wire.v1 import transfer_pb2_grpc
 TOKEN = "a-token-for-tests"
 ARENA_BYTES = 64 * 16
 EMBEDDING_LAYOUT = embedding_layout_fingerprint("float32", 8, 1, b"m" * 32)
-KV_LAYOUT = kv_layout_fingerprint("float32", 2, 16, 2, 8, b"m" * 32)
+KV_LAYOUT = kv_layout_fingerprint(2, 2, 8, b"m" * 32)
 REF = AttemptRef("req-1")
 FULL = AttemptRef("req-full")
 IDENTITY = b"i" * 32
 SENDER = Endpoint(WorkerRef("encoder-1", 11), host_id(), ("inproc", "shm"))
 TRANSPORTS = ("inproc", "shm", "zmq-ipc", "zmq-tcp")
-PAGES = PageLayout(num_planes=4, cell_bytes=16)
+PAGES = PageLayout(num_planes=4, cell_bytes=16, format=PageFormat(2, KvDtype.FLOAT32))
+KV = KvTerms(PAGES.format)
 NO_SOCKETS = Ways(DataSockets(), "127.0.0.1")
 
 
@@ -94,8 +96,8 @@ class Host:
     channels: ChannelPool
     data_port: DataPort
 
-    def pool(self, me: Endpoint = SENDER) -> LinkPool:
-        return LinkPool(me, partial(transfer_stub, self.channels), Receivers(self.embedding, self.kv))
+    def pool(self, me: Endpoint = SENDER, kv: KvTerms = KV) -> LinkPool:
+        return LinkPool(me, partial(transfer_stub, self.channels), Receivers(self.embedding, self.kv), kv=kv)
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ from triptych.core.errors import (
     PeerLost,
     Unavailable,
 )
+from triptych.core.kv_format import KvDtype
 from triptych.core.plan import Grid, Item, Modality, Token, TokenRange
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.model.adapters.base import Adapter
@@ -194,6 +195,45 @@ def test_only_workers_that_can_send_to_each_other_make_a_path() -> None:
             with pytest.raises(Unavailable, match="cannot send to each other"):
                 paths(ClusterView(pool), PICTURE, 0)
         assert set(routes(ClusterView((others[0], *ones[1:])), 2, pictures=False)) == {"d-0 p-0"}
+
+
+def with_pool(found: WorkerInfo, page_tokens: int, dtype: KvDtype, *, may_narrow: bool = False) -> WorkerInfo:
+    return replace(found, kv_layout=b"k" * 32, page_tokens=page_tokens, kv_dtype=dtype, may_narrow_kv=may_narrow)
+
+
+def test_pools_with_other_pages_are_joined_like_any() -> None:
+    (p0, p1), (d0, d1) = (
+        [with_pool(found, size, KvDtype.FLOAT32) for found, size in zip(pair, (16, 24), strict=True)]
+        for pair in ((P0, P1), (D0, D1))
+    )
+    pairs = [f"{decode} {prefill}" for decode in ("d-0", "d-1") for prefill in ("p-0", "p-1")]
+    assert routes(ClusterView((p0, p1, d0, d1)), 8, pictures=False) == dict.fromkeys(pairs, 2)
+
+
+def test_those_who_compute_alike_are_joined_before_others() -> None:
+    wide, narrow = with_pool(P0, 16, KvDtype.FLOAT32), with_pool(P1, 16, KvDtype.BFLOAT16)
+    decode = with_pool(D0, 16, KvDtype.FLOAT32)
+    assert routes(ClusterView((wide, narrow, decode)), 4, pictures=False) == {"d-0 p-0": 4}
+    assert routes(ClusterView((wide, narrow, decode), frozenset({"p-0"})), 4, pictures=False) == {"d-0 p-1": 4}
+    assert routes(ClusterView((narrow, decode)), 2, pictures=False) == {"d-0 p-1": 2}
+    other = with_pool(D1, 16, KvDtype.BFLOAT16)
+    assert set(routes(ClusterView((narrow, decode, other)), 4, pictures=False)) == {"d-1 p-1"}
+    assert [path.decode for path in paths(ClusterView((narrow, decode, other)), {}, 0)] == [other, decode]
+
+
+def test_nothing_is_rounded_that_both_do_not_allow() -> None:
+    for ours, theirs in itertools.product((False, True), repeat=2):
+        view = ClusterView(
+            (
+                with_pool(P0, 16, KvDtype.FLOAT32, may_narrow=ours),
+                with_pool(D0, 16, KvDtype.BFLOAT16, may_narrow=theirs),
+            )
+        )
+        if ours and theirs:
+            assert route(chosen(view, pictures=False)) == "d-0 p-0"
+        else:
+            with pytest.raises(Unavailable, match="--allow-kv-narrowing"):
+                paths(view, {}, 0)
 
 
 def pools() -> st.SearchStrategy[list[WorkerInfo]]:

@@ -14,6 +14,7 @@ from tests.unit.link_house import (
     ARENA_BYTES,
     EMBEDDING_LAYOUT,
     EVENTS,
+    KV,
     KV_LAYOUT,
     REF,
     Host,
@@ -40,6 +41,7 @@ from triptych.transport.types import ArenaKind
 from triptych.transport.ways import DataSockets, Ways
 from triptych.transport.zmq_gate import CurveAdmission, credentials
 from triptych.transport.zmq_port import DataPort
+from triptych.wire.v1 import common_pb2 as pb
 from triptych.wire.v1 import transfer_pb2 as wire
 
 SECRET = b"what nobody on the way may read"
@@ -186,7 +188,7 @@ async def test_nobody_is_talked_into_sending_in_clear(who: str) -> None:
 
 async def test_each_link_has_keys_of_its_own(host: Host) -> None:
     me = sender_by("zmq-tcp", host)
-    pool = LinkPool(me, host.pool(me)._stub_of, new_keys=CurveKeys.make)
+    pool = LinkPool(me, host.pool(me)._stub_of, new_keys=CurveKeys.make, kv=KV)
     embedding = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
     await pool.kv_link(host.info, KV_LAYOUT)
     assert len(set(host.data_port._senders.values())) == 2
@@ -213,6 +215,7 @@ def test_a_key_of_another_length_is_refused(length: int) -> None:
         epoch=1,
         arena=wire.ARENA_KIND_KV,
         layout_fingerprint=KV_LAYOUT,
+        pages=wire.PageFormat(page_tokens=2, dtype=pb.KV_DTYPE_FLOAT32),
         curve_key=b"k" * 32,
     )
     assert frames.greeting_from_frame(sound).curve_key == b"k" * 32

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+from triptych.core.kv_format import KvDtype, PageFormat
 from triptych.kv.pages import PageLayout
 from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 
 MODEL = b"m" * 32
+FORMAT = PageFormat(16, KvDtype.FLOAT32)
 
 
 def test_every_field_counts() -> None:
@@ -22,9 +24,8 @@ def test_every_field_counts() -> None:
         embedding_layout_fingerprint("float32", 81, 1, MODEL),
         embedding_layout_fingerprint("float32", 8, 11, MODEL),
         embedding_layout_fingerprint("float32", 8, 1, b"n" * 32),
-        *(kv_layout_fingerprint("float32", *sizes, MODEL) for sizes in itertools.permutations((1, 2, 3, 4))),
-        kv_layout_fingerprint("float16", 1, 2, 3, 4, MODEL),
-        kv_layout_fingerprint("float32", 1, 2, 3, 4, b"n" * 32),
+        *(kv_layout_fingerprint(*sizes, MODEL) for sizes in itertools.permutations((1, 2, 3))),
+        kv_layout_fingerprint(1, 2, 3, b"n" * 32),
     ]
     assert len(set(prints)) == len(prints) and {len(entry) for entry in prints} == {32}
 
@@ -36,9 +37,9 @@ def test_a_fingerprint_is_sha256_over_length_prefixed_fields() -> None:
 
 
 def test_the_number_of_pages_comes_from_the_arena() -> None:
-    layout = PageLayout(num_planes=4, cell_bytes=1024)
+    layout = PageLayout(num_planes=4, cell_bytes=1024, format=FORMAT)
     assert layout.page_bytes == 4096 and layout.num_pages_in(4096 * 7) == 7
-    for arena_bytes, odd in ((4097, layout), (4096, PageLayout(4, 0)), (4096, PageLayout(3, 1024))):
+    for arena_bytes, odd in ((4097, layout), (4096, PageLayout(4, 0, FORMAT)), (4096, PageLayout(3, 1024, FORMAT))):
         with pytest.raises(ValueError, match="whole pages"):
             odd.num_pages_in(arena_bytes)
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, KV_LAYOUT, PAGES, REF, TOKEN, Pages
+from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, KV, KV_LAYOUT, PAGES, REF, TOKEN, Pages
 from tests.unit.zmq_house import WAYS
 from triptych.core.errors import PeerLost, TriptychError
 from triptych.core.grant import Grant
@@ -121,7 +121,7 @@ async def test_a_stopped_receiver_of_pages_never_holds_the_engines_thread(monkey
     num_pages = STOPPED_BYTES // PAGES.page_bytes
     channels, me = ChannelPool(TOKEN), Endpoint(WorkerRef("prefill-9", 11), host_id(), ("zmq-tcp",))
     async with receiver_process(STOPPED_BYTES) as (child, info):
-        pool = LinkPool(me, lambda worker: transfer_stub(channels, worker))
+        pool = LinkPool(me, lambda worker: transfer_stub(channels, worker), kv=KV)
         link = await pool.kv_link(info, KV_LAYOUT)
         grant = await link.bind_kv(REF, Grant("grant-1", "prefill-1", 21, b"c" * 16, num_pages, 0))
         failed: asyncio.Queue[TriptychError] = asyncio.Queue()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import zmq
 import zmq.asyncio
 
-from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, KV_LAYOUT, REF, Host, sender_by
+from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, KV, KV_LAYOUT, REF, Host, sender_by
 from triptych.obs import metrics
 from triptych.rpc.client import transfer_stub
 from triptych.transport.curve import CurveKeys
@@ -30,8 +30,8 @@ async def zmq_link(
     keys: CurveKeys | None = None,
 ) -> AsyncIterator[ReceiverLink]:
     sockets = DataSockets()
-    layout = EMBEDDING_LAYOUT if kind is ArenaKind.EMBEDDING else KV_LAYOUT
-    link = ReceiverLink(sender_by(way, host), host.info.ref, kind, layout)
+    layout, kv = (EMBEDDING_LAYOUT, None) if kind is ArenaKind.EMBEDDING else (KV_LAYOUT, KV)
+    link = ReceiverLink(sender_by(way, host), host.info.ref, kind, layout, kv)
     await link.connect(transfer_stub(host.channels, host.info), Ways(sockets, address, keys))
     try:
         yield link

@@ -83,6 +83,7 @@ _VISION = {
     "media_timeout_s",
 }
 _LANGUAGE = {
+    "allow_kv_narrowing",
     "chunk_tokens",
     "host_pool_bytes",
     "kv_pool_bytes",

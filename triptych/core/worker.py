@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from triptych.core.ids import WorkerRef
+from triptych.core.kv_format import KvDtype, KvTerms, PageFormat
 
 
 class Role(enum.Enum):
@@ -33,6 +34,8 @@ class WorkerInfo:
         num_pages, page_tokens, max_sequence_tokens: KV capacity; 0 for encoders.
         kv_layout, embedding_layout: fingerprints of what it sends or lands (`transport/layout.py`): only workers with
             equal ones can send to each other. Empty for what it has nothing to do with.
+        kv_dtype: what its KV pages hold; None for encoders.
+        may_narrow_kv: KV may be rounded on its way from or to it.
         parameter_counts: parameters loaded by part ("vision", "language").
     """
 
@@ -53,7 +56,16 @@ class WorkerInfo:
     parameter_counts: Mapping[str, int] = field(default_factory=dict)
     kv_layout: bytes = b""
     embedding_layout: bytes = b""
+    kv_dtype: KvDtype | None = None
+    may_narrow_kv: bool = False
 
     @property
     def ref(self) -> WorkerRef:
         return WorkerRef(self.worker_id, self.epoch)
+
+    @property
+    def kv_terms(self) -> KvTerms | None:
+        """None where the record does not say how its pages lie."""
+        if self.kv_dtype is None or not self.page_tokens:
+            return None
+        return KvTerms(PageFormat(self.page_tokens, self.kv_dtype), self.may_narrow_kv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from triptych.kv.pages import PageLayout
+from triptych.core.kv_format import KvDtype, PageFormat
+from triptych.kv.pages import PageLayout, TokenRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,10 @@ class PoolShape:
     def layout(self, dtype: torch.dtype) -> PageLayout:
         """The same pool as bytes."""
         num_planes = self.num_layers * 2
-        return PageLayout(num_planes, self.page_bytes(dtype) // num_planes)
+        return PageLayout(num_planes, self.page_bytes(dtype) // num_planes, self.format(dtype))
+
+    def format(self, dtype: torch.dtype) -> PageFormat:
+        return PageFormat(self.page_tokens, KvDtype(str(dtype).removeprefix("torch.")))
 
     def with_pages(self, num_pages: int) -> PoolShape:
         return PoolShape(self.num_layers, num_pages, self.page_tokens, self.num_kv_heads, self.head_dim)
@@ -69,16 +74,18 @@ def copy_pages(
 
 
 class PoolPages:
-    """Implements `PageSource`: the pages of a pool on any device, gathered as bytes of the host.
+    """Implements `PageSource` and `TokenSource`: a pool on any device, gathered as bytes of the host.
 
     Args:
         pool: contiguous, (layers, 2, pages, kv_heads, page_tokens, head_dim).
     """
 
     def __init__(self, pool: torch.Tensor) -> None:
-        layers, kinds, pages = pool.shape[:3]
-        self._planes = pool.view(layers * kinds, pages, -1)
-        self.layout = PageLayout(layers * kinds, self._planes.shape[2] * pool.element_size())
+        layers, _, *sizes = pool.shape
+        shape = PoolShape(layers, sizes[0], sizes[2], sizes[1], sizes[3])
+        self._shape = shape
+        self._planes = pool.view(2 * layers, shape.num_pages, -1)
+        self.layout = shape.layout(pool.dtype)
 
     def gather(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
         """A copy of those pages, (pages, planes, cell bytes), contiguous: one gather on the pool's device."""
@@ -87,7 +94,33 @@ class PoolPages:
 
     def gather_cells(self, pages: Sequence[int]) -> torch.Tensor:
         """The same as uint8 on the pool's device. On a GPU it is enqueued only: the host does not wait for it."""
-        index = torch.tensor(list(pages))
-        if self._planes.is_cuda:
-            index = index.pin_memory().to(self._planes.device, non_blocking=True)
+        index = self._on_device(torch.tensor(list(pages)))
         return self._planes.transpose(0, 1)[index].contiguous().view(torch.uint8)
+
+    def gather_tokens(self, run: TokenRun, form: PageFormat) -> torch.Tensor:
+        """The tokens of a run in pages of another format: uint8 (pages, planes, cell bytes), enqueued only, too. The
+        rest of the last page holds anything.
+
+        What both sides cut alike is copied as one unit:
+
+            here    [ 0 1 2 3 4 5 | 6 7 8 9 10 11 ]      pages of 6
+            there   [ 0 1 2 3 | 4 5 6 7 | 8 9 10 11 ]    pages of 4, units of 2
+        """
+        shape, num_planes = self._shape, self._planes.shape[0]
+        unit = math.gcd(shape.page_tokens, form.page_tokens)
+        assert run.first % unit == 0, "a run begins at a border of the receiver's pages"
+        here, there = shape.page_tokens // unit, form.page_tokens // unit
+        num_pages = -(-run.num_tokens // form.page_tokens)
+        # What is behind the run's last page here fills up the last page there.
+        numbers = torch.arange(num_pages * there).add(run.first // unit).clamp(max=len(run.pages) * here - 1)
+        page = self._on_device(torch.tensor(list(run.pages))[numbers // here])
+        heads, unit_size = shape.num_kv_heads, unit * shape.head_dim
+        pool = self._planes.view(num_planes, shape.num_pages, heads, here, unit_size).permute(1, 3, 0, 2, 4)
+        units = pool[page, self._on_device(numbers % here)].view(num_pages, there, num_planes, heads, unit_size)
+        dims = (num_pages, num_planes, heads, there, unit_size)
+        cells = torch.empty(dims, dtype=getattr(torch, form.dtype.value), device=units.device)
+        cells.copy_(units.permute(0, 2, 3, 1, 4))
+        return cells.view(num_pages, num_planes, -1).view(torch.uint8)
+
+    def _on_device(self, index: torch.Tensor) -> torch.Tensor:
+        return index.pin_memory().to(self._planes.device, non_blocking=True) if self._planes.is_cuda else index

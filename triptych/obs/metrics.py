@@ -141,6 +141,11 @@ KV_TRANSFER_BYTES = Counter("triptych_kv_transfer_bytes_total", "Bytes of KV wri
 KV_HELD_PAGES = Counter(
     "triptych_kv_held_pages_total", "KV pages of prompts that a decode worker held already and that were not sent"
 )
+KV_CONVERTED_PAGES = Counter(
+    "triptych_kv_converted_pages_total",
+    "KV pages that were sent in another format than they were computed in",
+    ("how",),
+)
 DATA_FRAMES_DROPPED = Counter(
     "triptych_data_frames_dropped_total", "Data frames that were not taken, by what was wrong", ("reason",)
 )

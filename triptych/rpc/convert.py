@@ -14,6 +14,7 @@ from triptych.core.errors import InvalidRequest
 from triptych.core.expansion import check_ranges
 from triptych.core.grant import Grant, GroupRegions, Region
 from triptych.core.ids import CAPABILITY_BYTES, AttemptRef, WorkerRef
+from triptych.core.kv_format import MAX_PAGE_TOKENS, KvDtype
 from triptych.core.plan import (
     IDENTITY_BYTES,
     MAX_RETRACTIONS,
@@ -93,10 +94,16 @@ _STATE: dict[registry_pb.WorkerState, WorkerState] = {
     registry_pb.WORKER_STATE_READY: WorkerState.READY,
     registry_pb.WORKER_STATE_DRAINING: WorkerState.DRAINING,
 }
+_KV_DTYPE: dict[pb.KvDtype, KvDtype] = {
+    pb.KV_DTYPE_FLOAT32: KvDtype.FLOAT32,
+    pb.KV_DTYPE_BFLOAT16: KvDtype.BFLOAT16,
+    pb.KV_DTYPE_FLOAT16: KvDtype.FLOAT16,
+}
 _MODALITY_TO = {domain: wire for wire, domain in _MODALITY.items()}
 _FORMAT_TO = {domain: wire for wire, domain in _FORMAT.items()}
 _SOURCE_TO = {domain: wire for wire, domain in _SOURCE.items()}
 _FINISH_TO = {domain: wire for wire, domain in _FINISH.items()}
+_KV_DTYPE_TO = {domain: wire for wire, domain in _KV_DTYPE.items()}
 _ROLE_TO = {domain: wire for wire, domain in _ROLE.items()}
 _STATE_TO = {domain: wire for wire, domain in _STATE.items()}
 
@@ -469,6 +476,8 @@ def worker_to_proto(worker: WorkerInfo) -> registry_pb.WorkerRecord:
         parameter_counts=dict(worker.parameter_counts),
         kv_layout=worker.kv_layout,
         embedding_layout=worker.embedding_layout,
+        kv_dtype=pb.KV_DTYPE_UNSPECIFIED if worker.kv_dtype is None else kv_dtype_to_proto(worker.kv_dtype),
+        may_narrow_kv=worker.may_narrow_kv,
     )
 
 
@@ -493,12 +502,22 @@ def worker_from_proto(message: registry_pb.WorkerRecord) -> WorkerInfo:
         transports=tuple(check.name("transports", transport) for transport in message.transports),
         pid=message.pid,
         num_pages=check.integer("num_pages", message.num_pages, 0, MAX_PAGES),
-        page_tokens=check.integer("page_tokens", message.page_tokens, 0, MAX_TOKENS),
+        page_tokens=check.integer("page_tokens", message.page_tokens, 0, MAX_PAGE_TOKENS),
         max_sequence_tokens=check.integer("max_sequence_tokens", message.max_sequence_tokens, 0, 2 * MAX_TOKENS),
         parameter_counts={check.name("parameter_counts", part): n for part, n in message.parameter_counts.items()},
         kv_layout=_layout_from_proto("kv_layout", message.kv_layout),
         embedding_layout=_layout_from_proto("embedding_layout", message.embedding_layout),
+        kv_dtype=kv_dtype_from_proto(message.kv_dtype) if message.kv_dtype else None,
+        may_narrow_kv=message.may_narrow_kv,
     )
+
+
+def kv_dtype_to_proto(dtype: KvDtype) -> pb.KvDtype:
+    return _KV_DTYPE_TO[dtype]
+
+
+def kv_dtype_from_proto(dtype: pb.KvDtype) -> KvDtype:
+    return check.choice("kv_dtype", _KV_DTYPE, dtype)
 
 
 def _layout_from_proto(field: str, value: bytes) -> bytes:

@@ -14,6 +14,7 @@ from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, DeadlineExceeded, TransferRefused
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import PageFormat, conversion
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
@@ -29,7 +30,7 @@ from triptych.stages.sequences import check_plan, new_sequence
 from triptych.stages.tasks import Background, on_engine
 from triptych.transport.carrier import WriterEvents
 from triptych.transport.link import KvLink
-from triptych.transport.pages import PageSource
+from triptych.transport.retiling import TokenSource, open_handoff
 from triptych.wire.v1 import prefill_pb2 as pb
 from triptych.wire.v1 import prefill_pb2_grpc
 
@@ -61,7 +62,7 @@ class PrefillParts:
     engine: LanguageEngine
     adapter: Adapter
     worker: WorkerRef
-    pages: PageSource
+    pages: TokenSource
     landing: EmbeddingLanding
     links: KvLinks
     clock: Clock
@@ -164,25 +165,25 @@ class _PrefillRun:
         with self._timeline.span("bind"), needs_receiver():
             self._link = await parts.links.kv(WorkerRef(self._grant.worker_id, self._grant.epoch))
             self._grant = await self._link.bind_kv(self._ref, self._grant)
-        num_held_pages = self._num_held_pages()
+        self._check_covered(self._link.page_format)
         events = WriterEvents(
             failed=lambda error: _posted(parts.engine, partial(parts.engine.abort, self._ref, blaming_receiver(error))),
             relieved=lambda: _posted(parts.engine, _wake_up),
         )
-        writer = self._link.page_writer(self._grant, parts.pages, events)
-        parts.engine.post(partial(parts.engine.bound, self._ref, writer, num_held_pages))
+        handoff = open_handoff(self._link, self._grant, parts.pages, self._plan.num_known_tokens, events)
+        # A page here in whose middle the held tokens end is sent from there on.
+        num_held_pages = self._grant.num_held_tokens // parts.engine.manager.page_tokens
+        parts.engine.post(partial(parts.engine.bound, self._ref, handoff, num_held_pages))
 
-    def _num_held_pages(self) -> int:
-        """Leading pages of the prompt that need not travel. Raises TransferRefused when the bound grant does not cover
-        what is behind them."""
-        manager, grant = self._parts.engine.manager, self._grant
-        num_held, rest = divmod(grant.num_held_tokens, manager.page_tokens)
-        num_needed = manager.pages_for(self._plan.num_known_tokens) - num_held
+    def _check_covered(self, theirs: PageFormat) -> None:
+        """Raises TransferRefused when the bound grant, in pages of the decode worker's, does not cover what is behind
+        the prompt's begin that it holds."""
+        num_held, rest = divmod(self._grant.num_held_tokens, theirs.page_tokens)
+        num_needed = -(-self._plan.num_known_tokens // theirs.page_tokens) - num_held
         if rest or num_needed < 1:
             raise TransferRefused("the decode worker holds what is not this prompt's")
-        if sum(len(group.pages) for group in grant.groups) < num_needed:
+        if sum(len(group.pages) for group in self._grant.groups) < num_needed:
             raise TransferRefused("the decode worker named too few pages")
-        return num_held
 
     async def _commit(self, num_bytes: int) -> None:
         assert self._link is not None and self._first_token is not None
@@ -192,9 +193,20 @@ class _PrefillRun:
                 self._ref, self._grant, self._plan.num_known_tokens, num_bytes, self._first_token, self._position_delta
             )
         self._timeline.add("kv_commit", start_ns, num_bytes=num_bytes)
-        metrics.KV_HELD_PAGES.inc(self._num_held_pages())
+        self._count_pages(self._link.page_format)
         self._is_handed_over = True
         self._parts.engine.post(partial(self._parts.engine.handed_over, self._ref))
+
+    def _count_pages(self, theirs: PageFormat) -> None:
+        """Pages of the decode worker's: those that it held, and of the others those that were not sent as they were."""
+        ours = self._parts.pages.layout.format
+        num_held = self._grant.num_held_tokens // theirs.page_tokens
+        num_sent = -(-self._plan.num_known_tokens // theirs.page_tokens) - num_held
+        metrics.KV_HELD_PAGES.inc(num_held)
+        if ours.page_tokens != theirs.page_tokens:
+            metrics.KV_CONVERTED_PAGES.labels("retiled").inc(num_sent)
+        if ours.dtype is not theirs.dtype:
+            metrics.KV_CONVERTED_PAGES.labels(conversion(ours.dtype, theirs.dtype).value).inc(num_sent)
 
     def _done(self, reason: FinishReason | None) -> pb.PrefillResponse:
         num_prompt, num_answered = self._plan.num_prompt_tokens, len(self._plan.answer_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triptych.core.failpoints import parse_failpoints
+from triptych.core.kv_format import MAX_PAGE_TOKENS
 from triptych.core.tls_files import TlsSettings
 from triptych.obs.log import LEVELS
 from triptych.transport.names import TRANSPORT_CHOICES
@@ -100,7 +101,14 @@ class LanguageSettings:
             "max": _MAX_BYTES,
         },
     )
-    page_tokens: int = field(default=16, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
+    page_tokens: int = field(default=16, metadata={"help": "tokens in a KV page", "min": 1, "max": MAX_PAGE_TOKENS})
+    allow_kv_narrowing: bool = field(
+        default=False,
+        metadata={
+            "help": "KV may be rounded from a prefill worker's --dtype to a decode worker's, if both allow it; not with"
+            " --strict"
+        },
+    )
     chunk_tokens: int = field(default=512, metadata={"help": "longest prefill chunk, in tokens", "min": 1})
     step_tokens: int = field(default=1024, metadata={"help": "token budget of a step", "min": 1})
     min_partial_tokens: int = field(

@@ -19,6 +19,7 @@ import torch
 from triptych.core.clock import Clock, SystemClock
 from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef, new_epoch
+from triptych.core.kv_format import KvDtype, KvTerms, PageFormat
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.engine.encoder import EncodeEngine
 from triptych.engine.loop import LanguageEngine, LogitsObserver
@@ -205,7 +206,7 @@ class Worker:
         if self._plan.lands_embeddings_of_others or self._plan.lands_kv_of_others:
             self._transports, data_port = await open_data_port(self._plan.common, self._exit)
         self._choose_driver(compute)
-        endpoint = Endpoint(self.ref, host_id(), self._transports)
+        endpoint, self._kv = Endpoint(self.ref, host_id(), self._transports), self._kv_terms(compute)
         pool = self.link_pool = LinkPool(
             endpoint,
             partial(transfer_stub, channels),
@@ -213,19 +214,16 @@ class Worker:
             strict=self._plan.common.strict,
             new_keys=_no_keys if self._tls is None else CurveKeys.make,
             driver=self._driver,
+            kv=self._kv,
         )
-        language = self._plan.language
-        page_tokens = language.page_tokens if language is not None else 0
-        kv = adapter.kv_shape
+        language, kv = self._plan.language, adapter.kv_shape
         links = self._links = RegistryLinks(
             self._registry,
             pool,
             embedding_layout_fingerprint(
                 compute.dtype_name, adapter.hidden_size, 1 + adapter.num_embedding_levels, adapter.fingerprint
             ),
-            kv_layout_fingerprint(
-                compute.dtype_name, kv.num_layers, page_tokens, kv.num_kv_heads, kv.head_dim, adapter.fingerprint
-            ),
+            kv_layout_fingerprint(kv.num_layers, kv.num_kv_heads, kv.head_dim, adapter.fingerprint),
         )
         self._exit.push_async_callback(channels.close)
         if language is not None:
@@ -235,6 +233,14 @@ class Worker:
         self._exit.push_async_callback(pool.close)
         self._transfer = TransferServicer(endpoint, receivers, data_port)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
+
+    def _kv_terms(self, compute: ComputeChoice) -> KvTerms | None:
+        """None without a pool."""
+        language = self._plan.language
+        if language is None:
+            return None
+        may_narrow = language.allow_kv_narrowing and not self._plan.common.strict
+        return KvTerms(PageFormat(language.page_tokens, KvDtype(compute.dtype_name)), may_narrow)
 
     def _choose_driver(self, compute: ComputeChoice) -> None:
         """A worker with a driver offers device memory, and no other does."""
@@ -327,6 +333,7 @@ class Worker:
         arena = self._open_arena(
             ArenaKind.KV, layout, shape.pool_bytes(compute.dtype), "--kv-pool-bytes", shape.layout(compute.dtype)
         )
+        arena = replace(arena, may_narrow=self._kv is not None and self._kv.may_narrow)
         if arena.device is not None:
             return arena.device.tensor.view(compute.dtype).view(shape.dims), arena
         if _is_host_memory(compute):
@@ -394,11 +401,13 @@ class Worker:
             transports=self._transports,
             pid=os.getpid(),
             num_pages=self._shape.num_pages if language is not None else 0,
-            page_tokens=language.page_tokens if language is not None else 0,
+            page_tokens=self._kv.pages.page_tokens if self._kv is not None else 0,
             max_sequence_tokens=adapter.max_sequence_tokens if language is not None else 0,
             parameter_counts=self._parameter_counts(),
             kv_layout=self._links.kv_layout if language is not None else b"",
             embedding_layout=self._links.embedding_layout,
+            kv_dtype=self._kv.pages.dtype if self._kv is not None else None,
+            may_narrow_kv=self._kv is not None and self._kv.may_narrow,
         )
         await self._server.set_serving(True)
         self._registry.announce(self.info)

@@ -127,7 +127,7 @@ class InProcessCluster:
         self._transport = transport or "auto"
         self._tls = tls
         self._driver_of = driver_of
-        self._language = {
+        self._language: dict[str, Any] = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
             "host_pool_bytes": host_pool_bytes,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from triptych.core.errors import InvalidRequest, TriptychError
+from triptych.core.kv_format import MAX_PAGE_TOKENS, KvTerms, PageFormat
 from triptych.core.plan import IDENTITY_BYTES
 from triptych.rpc import check, convert
 from triptych.rpc.errors import detail_from_error, error_from_detail
@@ -48,18 +49,19 @@ _ARENA_TO = {domain: number for number, domain in _ARENA.items()}
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Domain form of Hello. `curve_key` is empty where the sender does not encrypt."""
+    """Domain form of Hello. `curve_key` is empty where the sender does not encrypt; `kv` is there for KV alone."""
 
     sender: Endpoint
     kind: ArenaKind
     layout_fingerprint: bytes
     curve_key: bytes = b""
+    kv: KvTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`, `device` for `cuda_ipc`; they are empty
-    for others."""
+    for others. `pages` are how a KV pool is cut; None for embeddings."""
 
     transport: str
     segment_name: str = ""
@@ -67,6 +69,7 @@ class Welcome:
     mapping_id: int = 0
     data: DataAddress = field(default_factory=DataAddress)
     device: DeviceAddress | None = None
+    pages: PageFormat | None = None
 
 
 # --- hello -----------------------------------------------------------------------------------------------------------
@@ -83,6 +86,8 @@ def greeting_to_frame(sequence: int, greeting: Greeting) -> wire.SessionRequest:
         arena=_ARENA_TO[greeting.kind],
         layout_fingerprint=greeting.layout_fingerprint,
         curve_key=greeting.curve_key,
+        pages=None if greeting.kv is None else _pages_to_proto(greeting.kv.pages),
+        may_narrow=greeting.kv is not None and greeting.kv.may_narrow,
     )
     return wire.SessionRequest(sequence=sequence, hello=hello)
 
@@ -97,7 +102,27 @@ def greeting_from_frame(hello: wire.Hello) -> Greeting:
         tuple(check.name("transports", transport) for transport in hello.transports),
     )
     fingerprint = check.exact_bytes("layout_fingerprint", hello.layout_fingerprint, FINGERPRINT_BYTES)
-    return Greeting(sender, check.choice("arena", _ARENA, hello.arena), fingerprint, _curve_key(hello.curve_key))
+    kind = check.choice("arena", _ARENA, hello.arena)
+    return Greeting(sender, kind, fingerprint, _curve_key(hello.curve_key), _kv_terms(kind, hello))
+
+
+def _kv_terms(kind: ArenaKind, hello: wire.Hello) -> KvTerms | None:
+    if kind is ArenaKind.KV:
+        check.present(hello, "pages")
+        return KvTerms(_pages_from_proto(hello.pages), hello.may_narrow)
+    if hello.HasField("pages") or hello.may_narrow:
+        raise InvalidRequest("pages are for KV only", param="pages")
+    return None
+
+
+def _pages_to_proto(pages: PageFormat) -> wire.PageFormat:
+    return wire.PageFormat(page_tokens=pages.page_tokens, dtype=convert.kv_dtype_to_proto(pages.dtype))
+
+
+def _pages_from_proto(pages: wire.PageFormat) -> PageFormat:
+    return PageFormat(
+        check.integer("page_tokens", pages.page_tokens, 1, MAX_PAGE_TOKENS), convert.kv_dtype_from_proto(pages.dtype)
+    )
 
 
 def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wire.SessionResponse:
@@ -112,6 +137,7 @@ def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wir
         data_port=welcome.data.port,
         session_key=welcome.data.session_key,
         curve_key=welcome.data.curve_key,
+        pages=None if welcome.pages is None else _pages_to_proto(welcome.pages),
     )
     if welcome.device is not None:
         device = welcome.device
@@ -129,6 +155,7 @@ def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
         check.integer("mapping_id", ack.mapping_id, 0, MAX_MAPPING_ID),
         _data_address(ack),
         _device_address(ack.device) if ack.HasField("device") else None,
+        _pages_from_proto(ack.pages) if ack.HasField("pages") else None,
     )
 
 

@@ -8,11 +8,13 @@ from typing import Final
 
 from triptych.core.errors import PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvTerms, PageFormat
 from triptych.transport.carrier import Carrier, MemoryCarrier
 from triptych.transport.dispatch import carry_out, peer_lost
 from triptych.transport.link import AskingLink, deadline
 from triptych.transport.names import INPROC
 from triptych.transport.receiver import Receivers
+from triptych.transport.session import check_terms
 from triptych.transport.types import AbortAsked, Answer, ArenaKind, Asked
 
 OVER: Final = "the link inside this process is closed"
@@ -23,16 +25,30 @@ _log = logging.getLogger(__name__)
 class InprocLink(AskingLink):
     """Calls the receiver object itself. Owns nothing but its aborts under way."""
 
-    def __init__(self, me: WorkerRef, receivers: Receivers, kind: ArenaKind, layout_fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        me: WorkerRef,
+        receivers: Receivers,
+        kind: ArenaKind,
+        layout_fingerprint: bytes,
+        kv: KvTerms | None = None,
+    ) -> None:
         super().__init__()
         arena = receivers.arena(kind)
         if arena is None or arena.layout_fingerprint != layout_fingerprint:
             raise TransferRefused("this process has no arena of that kind and layout")
+        check_terms(kind, kv, arena.kv_terms)
+        self._pages = arena.pages
         self._me = me
         self._receivers = receivers
         self._kind = kind
         self._memory = MemoryCarrier(INPROC, arena.buffer[:])
         self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def page_format(self) -> PageFormat:
+        assert self._pages is not None, "this link goes to a KV pool"
+        return self._pages.format
 
     def _send_abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         if not self.closed.is_set():

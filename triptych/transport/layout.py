@@ -21,14 +21,11 @@ def embedding_layout_fingerprint(dtype: str, row_elements: int, levels: int, mod
     return _fingerprint("embedding", [dtype, row_elements, levels, model_fingerprint])
 
 
-def kv_layout_fingerprint(
-    dtype: str, num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, model_fingerprint: bytes
-) -> bytes:
-    """32 bytes over one KV page. The number of pages is not part of it: pools may differ in size, and the sender learns
-    it from the arena (`kv/pages.py`)."""
-    return _fingerprint(
-        "kv", ["head after head", dtype, num_layers, page_tokens, num_kv_heads, head_dim, model_fingerprint]
-    )
+def kv_layout_fingerprint(num_layers: int, num_kv_heads: int, head_dim: int, model_fingerprint: bytes) -> bytes:
+    """32 bytes over one token's KV, all heads of all layers together: heads that are split over several workers are
+    another layout. Not over what pools may differ in: page size and dtype, which each side says in its greeting
+    (`core/kv_format.py`), and the number of pages, which the sender learns from the arena."""
+    return _fingerprint("kv", ["head after head", num_layers, num_kv_heads, head_dim, model_fingerprint])
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from triptych.core.errors import DeadlineExceeded, TransferRefused
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef
+from triptych.core.kv_format import PageFormat
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.faults import points
 from triptych.obs import metrics
@@ -99,13 +100,18 @@ class EmbeddingLink(Link, Protocol):
 
 
 class KvLink(Link, Protocol):
+    @property
+    def page_format(self) -> PageFormat:
+        """How the receiver's pool is cut. Its grants, and what it holds, are in such pages."""
+        ...
+
     async def bind_kv(self, ref: AttemptRef, grant: Grant, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Grant:
         """The grant with `groups`, `generation` and `num_held_tokens` filled in. Cancelled or late, it aborts it."""
         ...
 
     def page_writer(self, grant: Grant, source: PageSource, events: WriterEvents) -> PageWriter:
         """Where the pages go; one for each grant that `bind_kv` answered. Raises TransferRefused when it names pages
-        that the receiver does not have."""
+        that the receiver does not have, or the source has pages of another format (`retiling.py` cuts them anew)."""
         ...
 
     async def commit_kv(
@@ -141,6 +147,10 @@ class AskingLink(ABC):
     @property
     def transport(self) -> str:
         return self._carrier().label
+
+    @property
+    @abstractmethod
+    def page_format(self) -> PageFormat: ...
 
     @abstractmethod
     def _carrier(self) -> Carrier:
@@ -224,6 +234,8 @@ class AskingLink(ABC):
         ticket = self._tickets.get(grant.grant_id)
         if ticket is None:
             raise TransferRefused("this grant is not bound by this link")
+        if source.layout.format != self.page_format:
+            raise TransferRefused("the receiver's pages are of another format")
         writer = self._carrier().page_writer(ticket, grant, source, events)
         self._writers[grant.grant_id] = writer
         return writer

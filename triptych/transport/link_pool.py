@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from triptych.core.errors import DeadlineExceeded, PeerLost, TransferRefused
 from triptych.core.ids import WorkerRef
+from triptych.core.kv_format import Conversion, KvTerms, conversion
 from triptych.core.worker import WorkerInfo
 from triptych.obs import metrics
 from triptych.rpc.client import TransferStub
@@ -40,6 +41,7 @@ class LinkPool:
         strict: a second-best transport is an error.
         new_keys: makes each link its keys, where what goes by TCP must be encrypted.
         driver: of the device that this process computes on, when `me` offers `cuda_ipc`.
+        kv: how the pages lie that this process sends from; without it there are no links for KV.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class LinkPool:
         strict: bool = False,
         new_keys: Callable[[], CurveKeys | None] = lambda: None,
         driver: Driver | None = None,
+        kv: KvTerms | None = None,
     ) -> None:
         self._me = me
+        self._kv = kv
         self._new_keys = new_keys
         self._strict = strict
         self._sockets = DataSockets()
@@ -92,16 +96,37 @@ class LinkPool:
         return await _shared(self._links[key], timeout_s)
 
     async def _connect(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes) -> AnyLink:
+        link = await self._connected(receiver, kind, layout)
+        self._note_narrowing(link, kind, receiver)
+        return link
+
+    async def _connected(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes) -> AnyLink:
         if choose_transport(self._me, Endpoint.of(receiver)) == INPROC:
-            return InprocLink(self._me.ref, self._receivers, kind, layout)
+            return InprocLink(self._me.ref, self._receivers, kind, layout, self._terms(kind))
         offered = tuple(transport for transport in self._me.transports if transport != INPROC)
         while True:
-            link = ReceiverLink(replace(self._me, transports=offered), receiver.ref, kind, layout)
+            link = ReceiverLink(replace(self._me, transports=offered), receiver.ref, kind, layout, self._terms(kind))
             try:
                 await link.connect(self._stub_of(receiver), self._ways(receiver))
                 return link
             except WayBlocked as blocked:
                 offered = self._without(offered, blocked, receiver)
+
+    def _terms(self, kind: ArenaKind) -> KvTerms | None:
+        return self._kv if kind is ArenaKind.KV else None
+
+    def _note_narrowing(self, link: AnyLink, kind: ArenaKind, receiver: WorkerInfo) -> None:
+        """Both sides have allowed it; nothing is silent all the same."""
+        terms = self._terms(kind)
+        if terms is None:
+            return
+        sent, kept = terms.pages.dtype, link.page_format.dtype
+        if conversion(sent, kept) is Conversion.NARROWED:
+            metrics.FALLBACKS.labels("kv_narrowed").inc()
+            _log.warning(
+                "KV is rounded on its way to a decode worker",
+                extra={"worker": receiver.worker_id, "sent": sent.value, "kept": kept.value},
+            )
 
     def _ways(self, receiver: WorkerInfo) -> Ways:
         return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys(), self._imports)

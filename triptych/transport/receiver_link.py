@@ -11,6 +11,7 @@ import grpc
 
 from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvTerms, PageFormat
 from triptych.rpc.client import TransferStub
 from triptych.rpc.errors import error_from_rpc
 from triptych.transport import frames
@@ -53,9 +54,17 @@ class ReceiverLink(AskingLink):
     Owns the stream, the carrier and the requests that wait for an answer. `connect` before anything else.
     """
 
-    def __init__(self, me: Endpoint, receiver: WorkerRef, kind: ArenaKind, layout_fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        me: Endpoint,
+        receiver: WorkerRef,
+        kind: ArenaKind,
+        layout_fingerprint: bytes,
+        kv: KvTerms | None = None,
+    ) -> None:
         super().__init__()
-        self._session = SenderSession(me, receiver, kind, layout_fingerprint)
+        self._session = SenderSession(me, receiver, kind, layout_fingerprint, kv)
+        self._page_format: PageFormat | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._outgoing: asyncio.Queue[wire.SessionRequest] = asyncio.Queue(maxsize=2 * MAX_OUTSTANDING)
         self._bytes: Carrier | None = None
@@ -73,6 +82,7 @@ class ReceiverLink(AskingLink):
         call: Stream = stub.Session(None)
         try:
             welcome = await self._greet(call, ways.curve_key, timeout_s)
+            self._page_format = welcome.pages
             self._bytes = await self._open_way(ways, welcome)
         except BaseException:
             call.cancel()
@@ -80,6 +90,11 @@ class ReceiverLink(AskingLink):
             raise
         self._call = call
         self._pump = asyncio.create_task(self._run(call), name="transfer-link")
+
+    @property
+    def page_format(self) -> PageFormat:
+        assert self._page_format is not None, "this link goes to a KV pool and was welcomed"
+        return self._page_format
 
     def _send_abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """A link that cannot even queue an abort is broken, and closes."""

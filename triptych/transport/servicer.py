@@ -400,7 +400,7 @@ class Conversation:
             return None
         name = "" if arena.segment is None else arena.segment.name
         device = None if arena.device is None else arena.device.address
-        return ArenaOffer(arena.layout_fingerprint, name, arena.num_bytes, device)
+        return ArenaOffer(arena.layout_fingerprint, name, arena.num_bytes, device, arena.kv_terms)
 
     def _peer(self) -> WorkerRef:
         assert self._session.greeting is not None

@@ -18,6 +18,7 @@ from typing import Final
 
 from triptych.core.errors import InvalidRequest, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import WorkerRef
+from triptych.core.kv_format import KvTerms, PageFormat, why_not
 from triptych.transport import frames
 from triptych.transport.device import DeviceAddress
 from triptych.transport.names import CUDA_IPC, SHM, shared_transports
@@ -70,6 +71,11 @@ _ANSWERED_BY: Final[dict[type[Asked], tuple[type[Answer], ...]]] = {
     AbortAsked: (Acknowledged,),
 }
 
+_OTHER_LAYOUT: Final[dict[ArenaKind, str]] = {
+    ArenaKind.EMBEDDING: "the two workers lay out embeddings differently: have they the same model and --dtype?",
+    ArenaKind.KV: "the two workers lay out KV differently: have they the same model, and all heads of it?",
+}
+
 _ASKED_OF: Final[dict[ArenaKind, tuple[type[Asked], ...]]] = {
     ArenaKind.EMBEDDING: (SlotAsked, EmbeddingCommitted, AbortAsked),
     ArenaKind.KV: (BindAsked, KvCommitted, AbortAsked),
@@ -99,6 +105,17 @@ def check_slot(grant: SlotGrant, num_bytes: int, arena_bytes: int) -> None:
         raise TransferRefused("the slot lies outside the arena, or has another size")
 
 
+def check_terms(kind: ArenaKind, sender: KvTerms | None, receiver: KvTerms | None) -> None:
+    """Raises TransferRefused when a side does not say how its pages lie, or KV of the one cannot become the other's."""
+    if kind is not ArenaKind.KV:
+        return
+    if sender is None or receiver is None:
+        raise TransferRefused("a worker does not say how the pages of its KV pool lie")
+    reason = why_not(sender, receiver)
+    if reason is not None:
+        raise TransferRefused(reason)
+
+
 def _limit(asked: Asked) -> int:
     return MAX_OUTSTANDING * (_ABORT_HEADROOM if isinstance(asked, AbortAsked) else 1)
 
@@ -114,12 +131,14 @@ class Answered:
 
 @dataclass(slots=True)
 class SenderSession:
-    """Owner of the sequence numbers and of what is still unanswered. Nothing here raises on a peer's frame."""
+    """Owner of the sequence numbers and of what is still unanswered. Nothing here raises on a peer's frame. `kv` says
+    how the pages lie that are sent from; None for embeddings."""
 
     me: Endpoint
     receiver: WorkerRef
     kind: ArenaKind
     layout_fingerprint: bytes
+    kv: KvTerms | None = None
     state: State = State.NEW
     arena_bytes: int = 0
     _sequence: int = 0
@@ -128,7 +147,7 @@ class SenderSession:
     def hello(self, curve_key: bytes = b"") -> wire.SessionRequest:
         """`curve_key`: the public one of the data connection that may follow, where that is to be encrypted."""
         self.state = _NEXT[self.state, "hello"]
-        greeting = frames.Greeting(self.me, self.kind, self.layout_fingerprint, curve_key)
+        greeting = frames.Greeting(self.me, self.kind, self.layout_fingerprint, curve_key, self.kv)
         return frames.greeting_to_frame(self._sequence, greeting)
 
     def welcome(self, frame: wire.SessionResponse) -> frames.Welcome | TriptychError:
@@ -185,7 +204,15 @@ class SenderSession:
         welcome = frames.welcome_from_frame(frame.hello_ack)
         if welcome.transport not in self.me.transports:
             raise TransferRefused("the receiver chose a transport that was not offered")
+        self._check_pages(welcome.pages)
         return welcome
+
+    def _check_pages(self, pages: PageFormat | None) -> None:
+        """Whether numbers may be rounded is not the receiver's to say alone."""
+        if pages is not None and self.kind is not ArenaKind.KV:
+            raise TransferRefused("the receiver named pages where there are none")
+        may_narrow = self.kv is not None and self.kv.may_narrow
+        check_terms(self.kind, self.kv, None if pages is None else KvTerms(pages, may_narrow))
 
     def _check_answer(self, asked: Asked, answer: Answer | TriptychError) -> None:
         if isinstance(answer, TriptychError):
@@ -216,12 +243,13 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
     """What a receiver says about one of its arenas in a hello. `segment_name` is empty when it has none, `device` is
-    None when no peer may map device memory of it."""
+    None when no peer may map device memory of it, `kv` when it is no KV pool."""
 
     layout_fingerprint: bytes
     segment_name: str
     segment_bytes: int
     device: DeviceAddress | None = None
+    kv: KvTerms | None = None
 
 
 @dataclass(slots=True)
@@ -250,7 +278,8 @@ class ReceiverSession:
         offer = self._offer(greeted.greeting.kind)
         segment_name = offer.segment_name if greeted.transport == SHM else ""
         device = offer.device if greeted.transport == CUDA_IPC else None
-        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device)
+        pages = None if offer.kv is None else offer.kv.pages
+        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device, pages)
         return frames.welcome_to_frame(greeted.sequence, self.me, welcome)
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> wire.SessionResponse:
@@ -279,7 +308,8 @@ class ReceiverSession:
         greeting = frames.greeting_from_frame(frame.hello)
         offer = self._offer(greeting.kind)
         if offer.layout_fingerprint != greeting.layout_fingerprint:
-            raise TransferRefused("the two workers lay out their data differently: same model, dtype and page size?")
+            raise TransferRefused(_OTHER_LAYOUT[greeting.kind])
+        check_terms(greeting.kind, greeting.kv, offer.kv)
         transport = choose_transport(greeting.sender, self._as_offered(offer))
         self.greeting = greeting
         return Greeted(frame.sequence, greeting, transport)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from triptych.core.grant import GroupRegions
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvTerms
 from triptych.core.plan import EmbeddingSource, Token
 from triptych.core.worker import WorkerInfo
 from triptych.kv.pages import PageLayout
@@ -29,6 +30,7 @@ class Arena:
         buffer: the whole arena, writable bytes of the host; empty when only `device` can be written.
         segment: the shared segment behind `buffer`; None when only this process can reach that.
         pages: of a KV pool: how its bytes lie in pages.
+        may_narrow: of a KV pool: senders may round their numbers to its dtype.
         is_open: other processes may write here, by the segment or by data frames; else only `inproc` may.
         device: the same room in device memory. Who maps that writes there and not to `buffer`.
     """
@@ -40,6 +42,12 @@ class Arena:
     pages: PageLayout | None = None
     is_open: bool = False
     device: DeviceArena | None = None
+    may_narrow: bool = False
+
+    @property
+    def kv_terms(self) -> KvTerms | None:
+        """None when it is no KV pool."""
+        return None if self.pages is None else KvTerms(self.pages.format, self.may_narrow)
 
     @property
     def num_bytes(self) -> int:

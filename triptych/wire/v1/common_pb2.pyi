@@ -29,6 +29,13 @@ class EmbeddingSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EMBEDDING_SOURCE_RADIX: _ClassVar[EmbeddingSource]
     EMBEDDING_SOURCE_LOCAL: _ClassVar[EmbeddingSource]
 
+class KvDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_DTYPE_UNSPECIFIED: _ClassVar[KvDtype]
+    KV_DTYPE_FLOAT32: _ClassVar[KvDtype]
+    KV_DTYPE_BFLOAT16: _ClassVar[KvDtype]
+    KV_DTYPE_FLOAT16: _ClassVar[KvDtype]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -48,6 +55,10 @@ EMBEDDING_SOURCE_REMOTE: EmbeddingSource
 EMBEDDING_SOURCE_CACHE: EmbeddingSource
 EMBEDDING_SOURCE_RADIX: EmbeddingSource
 EMBEDDING_SOURCE_LOCAL: EmbeddingSource
+KV_DTYPE_UNSPECIFIED: KvDtype
+KV_DTYPE_FLOAT32: KvDtype
+KV_DTYPE_BFLOAT16: KvDtype
+KV_DTYPE_FLOAT16: KvDtype
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -52,7 +52,7 @@ class SessionResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., hello_ack: _Optional[_Union[HelloAck, _Mapping]] = ..., slot_grant: _Optional[_Union[SlotGrant, _Mapping]] = ..., have_it: _Optional[_Union[HaveIt, _Mapping]] = ..., bound: _Optional[_Union[Bound, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "epoch", "host_id", "transports", "arena", "layout_fingerprint", "curve_key")
+    __slots__ = ("protocol_version", "worker_id", "epoch", "host_id", "transports", "arena", "layout_fingerprint", "curve_key", "pages", "may_narrow")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,8 @@ class Hello(_message.Message):
     ARENA_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    MAY_NARROW_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     epoch: int
@@ -69,10 +71,20 @@ class Hello(_message.Message):
     arena: ArenaKind
     layout_fingerprint: bytes
     curve_key: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+    pages: PageFormat
+    may_narrow: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., arena: _Optional[_Union[ArenaKind, str]] = ..., layout_fingerprint: _Optional[bytes] = ..., curve_key: _Optional[bytes] = ..., pages: _Optional[_Union[PageFormat, _Mapping]] = ..., may_narrow: _Optional[bool] = ...) -> None: ...
+
+class PageFormat(_message.Message):
+    __slots__ = ("page_tokens", "dtype")
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    page_tokens: int
+    dtype: _common_pb2.KvDtype
+    def __init__(self, page_tokens: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.KvDtype, str]] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "device", "curve_key")
+    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "device", "curve_key", "pages")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +96,7 @@ class HelloAck(_message.Message):
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     transport: str
@@ -95,7 +108,8 @@ class HelloAck(_message.Message):
     session_key: bytes
     device: DeviceAddress
     curve_key: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., device: _Optional[_Union[DeviceAddress, _Mapping]] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
+    pages: PageFormat
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., device: _Optional[_Union[DeviceAddress, _Mapping]] = ..., curve_key: _Optional[bytes] = ..., pages: _Optional[_Union[PageFormat, _Mapping]] = ...) -> None: ...
 
 class DeviceAddress(_message.Message):
     __slots__ = ("handle", "device_uuid", "lease_name")
