@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-for-$(shell cksum < pyproject.toml | cut -d ' ' -f 1
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-properties verify-cluster verify-engine proto clean
+.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-properties verify-cluster verify-transport verify-engine proto clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,7 +51,7 @@ lint: $(STAMP)  ## ruff: rules and format, and the import rules of docs/architec
 typecheck: $(STAMP)  ## mypy, strict
 	@$(BIN)/mypy
 
-verify: verify-parity verify-expansion verify-properties verify-cluster verify-engine  ## what is too long for `make test`; reports go to benchmarks/results
+verify: verify-parity verify-expansion verify-properties verify-cluster verify-transport verify-engine  ## what is too long for `make test`; reports go to benchmarks/results
 	@mkdir -p benchmarks/results
 	@$(BIN)/python -m scripts.eval_demo_model --json benchmarks/results/eval_demo_model.json --seed 1 --per-type 500
 
@@ -66,6 +66,9 @@ verify-properties: $(STAMP)  ## many more examples, and every pair of requests i
 
 verify-cluster: $(STAMP)  ## workers killed under load in every topology, frozen, with far too little memory; one figure of the benchmarks
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py tests/integration/test_retraction.py tests/integration/test_benchmarks_run.py $(ARGS)
+
+verify-transport: $(STAMP)  ## a million checksum rounds between processes, connections cut after every byte, 1,000 requests cancelled in every topology, a wire cut between two hosts
+	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_shm_rounds.py tests/integration/test_cancellation.py tests/integration/test_cluster_cancellation.py tests/integration/test_stopped_writer.py tests/unit/test_transport_cut_anywhere.py tests/unit/test_transport_zmq_frames.py tests/integration/test_two_hosts.py $(ARGS)
 
 verify-engine: $(STAMP)  ## 1,000 storms over the engine, and memory over 20,000 unique pictures
 	@$(BIN)/python -m scripts.verify_engine --json benchmarks/results/engine_storm.json $(ARGS)

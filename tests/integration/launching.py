@@ -19,6 +19,8 @@ from triptych.transport.shm import SHM_DIRECTORY
 REPOSITORY = Path(__file__).parents[2]
 STUBS = Path(__file__).parent / "stubs"
 STOP_SECONDS = 20.0
+POISONED = {"TRIPTYCH_POISON_FREED": "true"}
+"""In clusters of tests whoever reads what was given back says so in the answer."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ def launched(
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, **(environ or {}), "PYTHONPATH": path},
+        env={**os.environ, **POISONED, **(environ or {}), "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

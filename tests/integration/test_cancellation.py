@@ -18,6 +18,7 @@ from services.router.pipeline import Answer
 from tests.integration.answers import assert_same_answers
 from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
 from tests.parity.prompts import draw_picture
+from tests.seed import IS_FULL
 from triptych.core.ids import AttemptRef, new_request_id
 from triptych.core.lifecycle import Phase
 from triptych.core.topology import TOPOLOGIES
@@ -29,7 +30,7 @@ from triptych.stages.landing import EmbeddingLanding
 from triptych.testing.cluster import ChatRequest, InProcessCluster
 from triptych.testing.holdings import until_idle
 
-NUM_LEAVING = 120
+NUM_LEAVING = 1_000 if IS_FULL else 120
 NUM_STAYING = 12
 AT_ONCE = 8
 
@@ -92,7 +93,7 @@ def slowed(get: Callable[..., Awaitable[Any]], rng: random.Random, most_s: float
     return slow_get
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900 if IS_FULL else 180)
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, "e-p-d+mono"])
 async def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     model_dir: Path, topology: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,14 @@ def test_any_changed_byte_is_noticed(header: DataHeader, payload: bytes, data: s
         unpack(memoryview(whole)[:HEADER_BYTES], memoryview(whole)[HEADER_BYTES:])
 
 
+@given(headers, payloads)
+def test_a_frame_that_is_cut_anywhere_is_no_frame(header: DataHeader, payload: bytes) -> None:
+    whole = packed(header, payload) + payload
+    for end in range(len(whole)):
+        with pytest.raises(BadFrame):
+            unpack(memoryview(whole)[: min(end, HEADER_BYTES)], memoryview(whole)[HEADER_BYTES:end])
+
+
 @given(st.binary(max_size=HEADER_BYTES + 9), st.binary(max_size=9))
 def test_noise_is_never_a_frame(raw: bytes, payload: bytes) -> None:
     with pytest.raises(BadFrame):

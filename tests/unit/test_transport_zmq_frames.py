@@ -10,7 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.seed import IS_FULL
 from tests.unit import link_house
+from tests.unit.cut_house import CuttingProxy
 from tests.unit.link_house import ARENA_BYTES, REF, Host, eventually, send
 from tests.unit.zmq_house import WAYS, carrier_of, dropped, slot_of, tampered, zmq_link
 from triptych.core.errors import TransferRefused, TriptychError
@@ -57,51 +59,7 @@ async def test_a_lost_frame_is_a_refusal_that_can_be_tried_again(
         assert host.embedding.landed[AttemptRef("req-2"), 0].data == b"y" * 80
 
 
-class CuttingProxy:
-    """Forwards to the data port. The first connection is cut after `num_bytes` from the sender."""
-
-    def __init__(self, port: int, num_bytes: int) -> None:
-        self._target = port
-        self._left = num_bytes
-        self.is_cut = False
-        self._pipes: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> int:
-        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for pipe in list(self._pipes):
-            pipe.cancel()
-        await asyncio.gather(*self._pipes, return_exceptions=True)
-        await self._server.wait_closed()
-
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
-        pipes = {asyncio.create_task(self._forth(reader, back)), asyncio.create_task(_back(there, writer))}
-        self._pipes |= pipes
-        await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
-        for pipe in pipes:
-            pipe.cancel()
-        for stream in (writer, back):
-            stream.close()
-
-    async def _forth(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 if not self.is_cut else 65536):
-            if not self.is_cut and self._left == 0:
-                self.is_cut = True
-                return
-            self._left -= 0 if self.is_cut else 1
-            writer.write(data)
-
-
-async def _back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-
-
-@pytest.mark.parametrize("num_bytes", [*range(0, 720, 60), 1, 64, 65, 400, 433])
+@pytest.mark.parametrize("num_bytes", range(720) if IS_FULL else [*range(0, 720, 60), 1, 64, 65, 400, 433])
 async def test_a_connection_cut_after_any_byte_is_a_refusal_or_a_right_transfer(
     host: Host, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ _LANGUAGE = {
     "max_waiting",
     "min_partial_tokens",
     "page_tokens",
+    "poison_freed",
     "step_tokens",
 }
 _DOCTOR = {"json"}

@@ -15,7 +15,7 @@ Used by one thread only, the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from triptych.kv.allocator import PageAllocator
@@ -42,12 +42,14 @@ class SequencePages:
 
 
 class CacheManager:
-    """Reserves, shares and frees pages of one pool."""
+    """Reserves, shares and frees pages of one pool. `on_free` hears of pages that are free again."""
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(
+        self, num_pages: int, page_tokens: int, on_free: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
         self.page_tokens = page_tokens
         self.tree = RadixTree(page_tokens)
-        self._allocator = PageAllocator(num_pages)
+        self._allocator = PageAllocator(num_pages, on_free)
         self._num_owned = 0
         self._num_leased = 0
         self._num_quarantined = 0

@@ -155,6 +155,10 @@ TLS_EXPIRY = Gauge(
     "triptych_tls_expiry_timestamp_seconds",
     "When the certificate that this process shows is of no use any more, since the epoch; 0 without TLS",
 )
+CIRCUIT_OPENINGS = Counter(
+    "triptych_circuit_openings_total", "Times that a worker was left alone for a while by one that sends", ("reason",)
+)
+OPEN_CIRCUITS = Gauge("triptych_open_circuits", "Workers to which this one sends nothing just now")
 MODEL_PARAMETERS = Gauge("triptych_model_parameters", "Parameters loaded", ("part",))
 ERRORS = Counter("triptych_errors_total", "Errors raised inside a stage", ("stage", "code"))
 

@@ -16,6 +16,7 @@ from triptych.model.adapters.base import Adapter
 from triptych.model.runner import LanguageRunner
 from triptych.obs import metrics
 from triptych.sched.language import StepBudget
+from triptych.stages.poison import poisoned_pages
 from triptych.stages.settings import LanguageSettings
 from triptych.transport.slots import SlotAllocator
 
@@ -82,7 +83,7 @@ def build_engine(
         row_bytes=adapter.row_elements * compute.dtype.itemsize,
         host_pool_bytes=settings.host_pool_bytes,
     )
-    manager = CacheManager(pool.shape[2], settings.page_tokens)
+    manager = CacheManager(pool.shape[2], settings.page_tokens, poisoned_pages(pool) if settings.poison_freed else None)
     return LanguageEngine(
         runner, manager, LandingTable(slots, settings.landed_cache_bytes), limits, clock, stage, observer
     )

@@ -129,3 +129,7 @@ class LanguageSettings:
             "max": _MAX_BYTES,
         },
     )
+    poison_freed: bool = field(
+        default=False,
+        metadata={"help": "for tests: pages and slots that are given back are overwritten with what is no number"},
+    )

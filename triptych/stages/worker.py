@@ -45,6 +45,7 @@ from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
 from triptych.stages.links import RegistryLinks
 from triptych.stages.media import media_limits
+from triptych.stages.poison import poisoned_slots
 from triptych.stages.prefill import PrefillParts, PrefillStage
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
 from triptych.stages.tasks import Background
@@ -284,7 +285,13 @@ class Worker:
     ) -> None:
         self._shape = pool_shape(adapter, settings, compute.dtype)
         tensor, kv_arena = self._make_pool(self._shape, compute, links.kv_layout)
-        slots = SlotAllocator(settings.landing_bytes)
+        arena = self._make_landing(settings, links) if self._plan.prefill is not None else None
+        spoil = None
+        if (
+            settings.poison_freed and arena is not None and arena.buffer.nbytes
+        ):  # memory of a device alone is left as is
+            spoil = poisoned_slots(arena.buffer)
+        slots = SlotAllocator(settings.landing_bytes, on_free=spoil)
         stage_name = "prefill" if self._plan.prefill is not None else "decode"
         engine = await asyncio.to_thread(
             build_engine, adapter, settings, compute, tensor, slots, self._clock, stage_name, self._observer
@@ -293,8 +300,8 @@ class Worker:
         self._run_engine(engine)
         if self._plan.decode is not None:
             self.decode_stage = self._build_decode(adapter, engine, compute, tensor, kv_arena, receivers)
-        if self._plan.prefill is not None:
-            landing = self.landing = EmbeddingLanding(engine, self._make_landing(settings, links), compute.dtype)
+        if arena is not None:
+            landing = self.landing = EmbeddingLanding(engine, arena, compute.dtype)
             receivers.embedding = landing
             local = self.decode_stage
             parts = PrefillParts(

@@ -98,7 +98,8 @@ class InProcessCluster:
     """Owner of its workers, a temporary runtime folder and the router's pipeline. An async context manager.
 
     The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers. `driver_of` gives a worker,
-    by its id, a device that is none (`fake_device.py`).
+    by its id, a device that is none (`fake_device.py`). Unlike there, what is given back is poisoned
+    (`triptych/stages/poison.py`).
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class InProcessCluster:
         transport: str | None = None,
         tls: TlsFiles | None = None,
         driver_of: Callable[[str], Driver | None] = lambda _: None,
+        poison_freed: bool = True,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
@@ -133,6 +135,7 @@ class InProcessCluster:
             "host_pool_bytes": host_pool_bytes,
             "landing_bytes": landing_bytes,
             "min_partial_tokens": min(64, chunk_tokens),
+            "poison_freed": poison_freed,
         }
         self._counts = {
             "encoders": num_encoders,

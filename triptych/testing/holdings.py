@@ -26,6 +26,7 @@ _GAUGES = (
     metrics.DECODE_WAITING_KV,
     metrics.DECODE_RETRACTED,
     metrics.HOST_POOL_BYTES,
+    metrics.OPEN_CIRCUITS,
     *(metrics.KV_PAGES.labels(state) for state in ("owned", "leased", "quarantined")),
     *(metrics.LANDING_BYTES.labels(state) for state in ("owned", "quarantined")),
 )

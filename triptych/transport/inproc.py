@@ -71,6 +71,9 @@ class InprocLink(AskingLink):
             raise PeerLost(OVER)
         return self._memory
 
+    def _peer_failed(self, reason: str) -> None:
+        """This process waits for itself: nobody else is to be left alone for it."""
+
     async def _ask(self, asked: Asked, timeout_s: float) -> tuple[int, Answer]:
         self._carrier()
         async with deadline(timeout_s):

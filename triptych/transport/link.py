@@ -164,6 +164,10 @@ class AskingLink(ABC):
     def _send_abort(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """Tells the receiver. Never raises."""
 
+    @abstractmethod
+    def _peer_failed(self, reason: str) -> None:
+        """The receiver takes too little, or says nothing."""
+
     def abort_soon(self, ref: AttemptRef, grant_id: str | None, reason: str) -> None:
         """`abort` for where nothing can be awaited."""
         written = self._revoke_slots(ref) if grant_id is None else {}
@@ -254,8 +258,12 @@ class AskingLink(ABC):
         label, writer = self.transport, self._writers.get(grant.grant_id)
         checksum = None
         if writer is not None:
-            async with deadline(timeout_s):
-                checksum = await writer.flush()
+            try:
+                async with deadline(timeout_s):
+                    checksum = await writer.flush()
+            except DeadlineExceeded:
+                self._peer_failed("slow")
+                raise
         await points.passing_async("link.before_commit")
         commit = KvCommitted(
             ref,

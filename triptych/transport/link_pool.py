@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from triptych.core.errors import DeadlineExceeded, PeerLost, TransferRefused
 from triptych.core.ids import WorkerRef
@@ -13,6 +15,7 @@ from triptych.core.kv_format import Conversion, KvTerms, conversion
 from triptych.core.worker import WorkerInfo
 from triptych.obs import metrics
 from triptych.rpc.client import TransferStub
+from triptych.transport.circuit import Circuits
 from triptych.transport.curve import CurveKeys
 from triptych.transport.device import Driver
 from triptych.transport.device_arena import DeviceImports
@@ -20,7 +23,7 @@ from triptych.transport.inproc import InprocLink
 from triptych.transport.link import EmbeddingLink, KvLink
 from triptych.transport.names import INPROC
 from triptych.transport.receiver import Receivers
-from triptych.transport.receiver_link import CONNECT_TIMEOUT_S, ReceiverLink
+from triptych.transport.receiver_link import CONNECT_TIMEOUT_S, PeerEvents, ReceiverLink
 from triptych.transport.session import choose_transport
 from triptych.transport.types import ArenaKind, Endpoint
 from triptych.transport.ways import DataSockets, WayBlocked, Ways, host_of
@@ -32,7 +35,7 @@ Key = tuple[WorkerRef, ArenaKind]
 
 
 class LinkPool:
-    """Owner of this process's outgoing links.
+    """Owner of this process's outgoing links, and of what is known of peers that failed (`circuit.py`).
 
     Args:
         me: this process.
@@ -64,6 +67,7 @@ class LinkPool:
         self._stub_of = stub_of
         self._receivers = receivers or Receivers()
         self._links: dict[Key, asyncio.Task[AnyLink]] = {}
+        self._circuits = Circuits()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def embedding_link(
@@ -84,9 +88,11 @@ class LinkPool:
             self._drop(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._sockets.close()
+        self._circuits.close()
 
     async def _get(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes, timeout_s: float) -> AnyLink:
         key = (receiver.ref, kind)
+        self._circuits.check(receiver.ref)
         self._drop_broken(key)
         if key not in self._links:
             self._drop_older(key)
@@ -104,10 +110,14 @@ class LinkPool:
         if choose_transport(self._me, Endpoint.of(receiver)) == INPROC:
             return InprocLink(self._me.ref, self._receivers, kind, layout, self._terms(kind))
         offered = tuple(transport for transport in self._me.transports if transport != INPROC)
+        peer = receiver.ref
+        events = PeerEvents(partial(self._circuits.answered, peer), partial(self._circuits.failed, peer))
         while True:
-            link = ReceiverLink(replace(self._me, transports=offered), receiver.ref, kind, layout, self._terms(kind))
+            me = replace(self._me, transports=offered)
+            link = ReceiverLink(me, peer, kind, layout, self._terms(kind), events)
             try:
-                await link.connect(self._stub_of(receiver), self._ways(receiver))
+                with self._tried(peer):
+                    await link.connect(self._stub_of(receiver), self._ways(receiver))
                 return link
             except WayBlocked as blocked:
                 offered = self._without(offered, blocked, receiver)
@@ -130,6 +140,23 @@ class LinkPool:
 
     def _ways(self, receiver: WorkerInfo) -> Ways:
         return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys(), self._imports)
+
+    @contextmanager
+    def _tried(self, peer: WorkerRef) -> Iterator[None]:
+        """Around a greeting: what it says of the peer. One that is refused outright is there."""
+        try:
+            yield
+        except DeadlineExceeded:
+            self._circuits.failed(peer, "unreachable")
+            raise
+        except PeerLost:
+            if self._circuits.is_tried(peer):
+                self._circuits.failed(peer, "unreachable")
+            raise
+        except (TransferRefused, WayBlocked):
+            self._circuits.answered(peer)
+            raise
+        self._circuits.answered(peer)
 
     def _without(self, offered: tuple[str, ...], blocked: WayBlocked, receiver: WorkerInfo) -> tuple[str, ...]:
         """What is left to try. Raises TransferRefused when that is nothing, or must be nothing."""
@@ -158,6 +185,8 @@ class LinkPool:
         ref, kind = key
         for old in [k for k in self._links if k[0].worker_id == ref.worker_id and k[1] is kind]:
             self._drop(old)
+            if old[0] != ref:
+                self._circuits.forget(old[0])
 
     def _drop(self, key: Key) -> None:
         closing = asyncio.create_task(self._close_link(self._links.pop(key)), name="transfer-link-close")

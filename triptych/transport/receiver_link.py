@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import grpc
@@ -33,6 +35,8 @@ from triptych.transport.ways import WayBlocked, Ways
 from triptych.wire.v1 import transfer_pb2 as wire
 
 CONNECT_TIMEOUT_S: Final = 10.0
+# A bind, a commit or an abort waits for nothing but the receiver itself.
+SILENT_AFTER_S: Final = 10.0
 OVER: Final = "the session to the other worker is over"
 
 _log = logging.getLogger(__name__)
@@ -48,6 +52,18 @@ class Stream(Protocol):
     def cancel(self) -> bool: ...
 
 
+def unheard(*_: object) -> None:
+    """For those who do not care how a receiver is."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEvents:
+    """What a link tells of its receiver: that it `answered`, or why nothing should be sent there for a while."""
+
+    answered: Callable[[], None] = unheard
+    failed: Callable[[str], None] = unheard
+
+
 class ReceiverLink(AskingLink):
     """A link over the Transfer service: control frames by gRPC, bytes as the two agree in the greeting.
 
@@ -61,8 +77,10 @@ class ReceiverLink(AskingLink):
         kind: ArenaKind,
         layout_fingerprint: bytes,
         kv: KvTerms | None = None,
+        events: PeerEvents | None = None,
     ) -> None:
         super().__init__()
+        self._events = events or PeerEvents()
         self._session = SenderSession(me, receiver, kind, layout_fingerprint, kv)
         self._page_format: PageFormat | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -138,6 +156,10 @@ class ReceiverLink(AskingLink):
             async with deadline(timeout_s):
                 await self._outgoing.put(frame)
                 return sequence, await future
+        except DeadlineExceeded:
+            if not isinstance(asked, SlotAsked) and timeout_s >= SILENT_AFTER_S:  # room may be long in coming
+                self._peer_failed("silent")
+            raise
         finally:
             self._waiting.pop(sequence, None)
 
@@ -160,6 +182,7 @@ class ReceiverLink(AskingLink):
 
     async def _read(self, call: Stream) -> None:
         while isinstance(frame := await call.read(), wire.SessionResponse):
+            self._events.answered()
             answered = self._session.receive(frame)
             if answered is None:
                 _log.warning("a receiver answered what nobody asked")
@@ -212,7 +235,12 @@ class ReceiverLink(AskingLink):
         except TransferRefused as error:
             raise WayBlocked(welcome.transport, error) from error
 
+    def _peer_failed(self, reason: str) -> None:
+        self._events.failed(reason)
+
     def _way_broke(self, error: TriptychError) -> None:
+        if isinstance(error, PeerLost):
+            self._peer_failed("stalled")
         _log.warning("the way to a receiver broke: closing the link", extra={"code": error.code})
         self._break()
 

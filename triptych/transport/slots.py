@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from triptych.core.ids import new_capability
@@ -38,12 +38,16 @@ class SlotAllocator:
     Args:
         capacity_bytes: size of the arena; what is above the last whole `alignment` is never handed out.
         alignment: of every slot's offset, in bytes; a power of two.
+        on_free: hears of bytes (offset, length) that were given back, before anybody else can have them.
     """
 
-    def __init__(self, capacity_bytes: int, alignment: int = 64) -> None:
+    def __init__(
+        self, capacity_bytes: int, alignment: int = 64, on_free: Callable[[int, int], None] | None = None
+    ) -> None:
         if capacity_bytes < alignment or alignment < 1 or alignment & (alignment - 1):
             raise ValueError("the arena must hold at least one alignment, and that be a power of two")
         self._alignment = alignment
+        self._on_free = on_free
         self._capacity_bytes = capacity_bytes // alignment * alignment
         # Free runs by offset, never adjacent: _starts[i] has _lengths[i] bytes.
         self._starts: list[int] = [0]
@@ -150,6 +154,8 @@ class SlotAllocator:
     def _give_back(self, slot: Slot) -> None:
         start, length = slot.offset, self.room_bytes(slot)
         self._free_bytes += length
+        if self._on_free is not None:
+            self._on_free(start, length)
         index = bisect.bisect_left(self._starts, start)
         if index < len(self._starts) and start + length == self._starts[index]:  # joins the run above
             length += self._lengths[index]
