@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.launching import REPOSITORY
+from tests.integration.launching import POISONED, REPOSITORY
 
 STOP_SECONDS = 20.0
 
@@ -39,7 +39,7 @@ class Host:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **POISONED, "PYTHONPATH": str(REPOSITORY)}
 
 
 def why_not() -> str | None:
@@ -122,6 +122,48 @@ def wait_for(path: Path, running: dict[str, subprocess.Popen[bytes]], logs: Path
             raise AssertionError(f"the cluster did not get ready; ended: {dead}\n{said}")
         time.sleep(0.1)
     return path.read_text()
+
+
+@contextlib.contextmanager
+def throttled(host: Host, rate: str) -> Iterator[None]:
+    """What this host sends goes out no faster than that, like `4mbit`."""
+    (wire,) = [name for name in _inside(host, "ls", "/sys/class/net").split() if name.startswith("tri")]
+    shaped = ("tbf", "rate", rate, "burst", "32kb", "latency", "1s")
+    _inside(host, "tc", "qdisc", "add", "dev", wire, "root", *shaped)
+    try:
+        yield
+    finally:
+        _inside(host, "tc", "qdisc", "del", "dev", wire, "root")
+
+
+@contextlib.contextmanager
+def cut_off(host: Host, port: int) -> Iterator[None]:
+    """What comes to that TCP port of the host is dropped, without a word to anybody."""
+    rule = ("INPUT", "-p", "tcp", "--dport", str(port), "-j", "DROP")
+    _inside(host, "iptables", "-I", *rule)
+    try:
+        yield
+    finally:
+        _inside(host, "iptables", "-D", *rule)
+
+
+def why_not_cut(host: Host) -> str | None:
+    """What is missing to throttle and cut its link; None when nothing is."""
+    for tool in ("tc", "iptables"):
+        if shutil.which(tool) is None:
+            return f"the command `{tool}` is missing (packages iproute2, iptables)"
+    for probe in (throttled(host, "100mbit"), cut_off(host, 1)):
+        try:
+            with probe:
+                pass
+        except subprocess.CalledProcessError as error:
+            return f"the kernel does not let us: {error.stderr.strip()}"
+    return None
+
+
+def _inside(host: Host, *command: str) -> str:
+    whole = ["ip", "netns", "exec", host.namespace, *command]
+    return subprocess.run(whole, check=True, capture_output=True, text=True).stdout
 
 
 def _ip(*arguments: str) -> None:
