@@ -459,7 +459,9 @@ class KeepsWhatItHeld(GrantTable):
 
 class GivesBackTwice(GrantTable):
     def _let_go(self, record: GrantRecord) -> None:
-        self._manager.let_go(record.path)
+        held = record.path
+        super()._let_go(record)
+        self._manager.let_go(held)
 
 
 class HoldsWithoutALock(CacheManager):
