@@ -23,6 +23,7 @@ import torch
 from triptych.core.errors import NoRoom, PeerLost, TriptychError
 from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
+from triptych.core.kv_format import KvDtype, KvTerms, PageFormat
 from triptych.core.plan import EmbeddingSource, Grid, Token
 from triptych.engine.landed_cache import Content
 from triptych.engine.landing import LandingTable, Wanted
@@ -58,8 +59,8 @@ from triptych.wire.v1 import transfer_pb2 as wire
 
 ROW_BYTES = 32
 ARENA_BYTES, CACHE_BYTES = 6 * 64, 2 * 64
-PAGES = PageLayout(num_planes=2, cell_bytes=16)
 NUM_PAGES, PAGE_TOKENS = 8, 4
+PAGES = PageLayout(num_planes=2, cell_bytes=16, format=PageFormat(PAGE_TOKENS, KvDtype.FLOAT32))
 LAYOUT = b"l" * 32
 RECEIVER = WorkerRef("receiver", 1)
 WAYS = ("shm", "zmq-tcp")
@@ -208,7 +209,8 @@ class Line:
         self.is_alive = True
         self.held: list[Held] = []
         self._asked: dict[int, Asked] = {}
-        self._sender = SenderSession(Endpoint(writer, "host", (way,)), RECEIVER, kind, LAYOUT)
+        terms = KvTerms(PAGES.format) if kind is ArenaKind.KV else None
+        self._sender = SenderSession(Endpoint(writer, "host", (way,)), RECEIVER, kind, LAYOUT, terms)
         self._talk = Conversation(world.me, world.receivers, world.port, self._hear)  # type: ignore[arg-type]
         self._life = asyncio.create_task(self._talk.live())
         self._welcomed = False
