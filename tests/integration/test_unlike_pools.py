@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integration import tiny_cluster
+from tests.integration.test_cancellation import asked as asked_anew
+from tests.integration.test_cancellation import left
 from tests.integration.test_stages_inprocess import answer, asked
 from tests.integration.tiny_cluster import SMALL_POOL
 from tests.unlike import Differences, UnlikeCluster
@@ -19,6 +22,7 @@ from triptych.testing.holdings import until_idle
 
 model_dir = tiny_cluster.model_dir
 QUESTION = "what is it, and what is beside it, and why are there two of them? " * 4
+STAGES = ("prefill", "decode")
 ROUNDING = {"allow_kv_narrowing": True}
 
 
@@ -68,6 +72,27 @@ async def test_the_decode_pool_holds_what_prefill_computed(model_dir: Path, case
         assert num_tokens > 40 and sent.dtype is not kept.dtype
         assert torch.equal(sent[:, :, :, :num_tokens].to(kept.dtype), kept[:, :, :, :num_tokens])
     assert {name for name, count in counted().items() if count > before[name]} == expected
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sizes", [(5, 32), (32, 5)], ids=str)
+@pytest.mark.parametrize("transport", ["shm", "zmq-tcp"])
+async def test_who_leaves_amid_unlike_pages_leaves_nothing_behind(
+    model_dir: Path, sizes: tuple[int, int], transport: str, seed: int
+) -> None:
+    """While pages of prefill's wait to become one of decode's, too."""
+    rng = random.Random(f"{seed}/{sizes}/{transport}")
+    differences: Differences = {"ep": {"page_tokens": sizes[0]}, "decode": {"page_tokens": sizes[1]}}
+    async with UnlikeCluster(
+        model_dir, "p-d", differences, kv_pool_bytes=SMALL_POOL, chunk_tokens=8, transport=transport
+    ) as cluster:
+        staying = asked_anew(rng)
+        alone = (await cluster.generate(staying)).token_ids
+        stages = [await left(cluster, asked_anew(rng), rng.choice(STAGES), rng.random() * 0.02) for _ in range(12)]
+        await until_idle(cluster.workers)
+        assert (await cluster.generate(staying)).token_ids == alone
+        cluster.check_integrity()
+    print(stages)
 
 
 @pytest.mark.parametrize(

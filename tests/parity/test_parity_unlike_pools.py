@@ -17,6 +17,8 @@ from tests.parity.conftest import Extent
 from tests.parity.matrix import prompts_of, sampled_families
 from tests.parity.prompts import Prompt
 from tests.parity.reference import ReferenceModel
+from tests.parity.retracting import WAYS
+from tests.parity.test_parity_retraction import retracted
 from tests.parity.test_parity_turns import conversation, counted, opening
 from tests.unlike import Differences, UnlikeCluster
 from triptych.obs import metrics
@@ -98,6 +100,21 @@ async def test_parity_of_turns_held_in_pages_of_another_size(
     kv = cluster.adapter.kv_shape
     page_bytes = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * sizes[1] * 4
     assert num_held > 0 and totals[1] - totals[0] == num_held * page_bytes
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", WAYS)
+async def test_parity_of_answers_that_lose_pages_of_another_size(
+    references: dict[str, ReferenceModel], model_dirs: dict[str, Path], extent: Extent, way: str
+) -> None:
+    """A replay sends prompt and answer so far, wherever that ends; what was held meanwhile may be gone."""
+    reference, prompt = references["qwen3-vl"], opening(extent)
+    async with UnlikeCluster(
+        model_dirs["qwen3-vl"], "p-d", pages_of(16, 24), chunk_tokens=48, capture_logits=True
+    ) as cluster:
+        total = await retracted(cluster, reference, prompt, way, [1, 9, 20, 31])
+        assert total.is_exact, total
+        await until_idle(cluster.workers)
 
 
 def widened_logits(reference: ReferenceModel, prompt: Prompt, tokens: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -73,6 +73,13 @@ def copy_pages(
     return gathered.numel() * gathered.element_size()
 
 
+def _in_order(cells: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same, contiguous, in that number format: in one pass, or none."""
+    if cells.dtype == dtype and cells.is_contiguous():
+        return cells
+    return torch.empty(cells.shape, dtype=dtype, device=cells.device).copy_(cells)
+
+
 class PoolPages:
     """Implements `PageSource` and `TokenSource`: a pool on any device, gathered as bytes of the host.
 
@@ -117,9 +124,7 @@ class PoolPages:
         heads, unit_size = shape.num_kv_heads, unit * shape.head_dim
         pool = self._planes.view(num_planes, shape.num_pages, heads, here, unit_size).permute(1, 3, 0, 2, 4)
         units = pool[page, self._on_device(numbers % here)].view(num_pages, there, num_planes, heads, unit_size)
-        dims = (num_pages, num_planes, heads, there, unit_size)
-        cells = torch.empty(dims, dtype=getattr(torch, form.dtype.value), device=units.device)
-        cells.copy_(units.permute(0, 2, 3, 1, 4))
+        cells = _in_order(units.permute(0, 2, 3, 1, 4), getattr(torch, form.dtype.value))
         return cells.view(num_pages, num_planes, -1).view(torch.uint8)
 
     def _on_device(self, index: torch.Tensor) -> torch.Tensor:
