@@ -27,6 +27,7 @@ from triptych.cli import layout
 from triptych.cli.checks import checkpoint, fit
 from triptych.cli.checks.checkpoint import Parts
 from triptych.cli.checks.finding import Status
+from triptych.cli.checks.handover import handover
 from triptych.cli.checks.machine import Gpu, TorchFacts
 from triptych.cli.checks.workers import Sizes, Wanted, given_names, wanted_workers
 from triptych.cli.doctor_settings import DoctorSettings
@@ -300,6 +301,40 @@ def test_flag_over_variable_over_the_services_table_over_the_top(tmp_path: Path)
 def test_a_malformed_size_in_a_services_table_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"kv_pool_bytes must be a whole number, but \[decode\] of the file"):
         workers(config='[decode]\nkv_pool_bytes = "much"\n', tmp_path=tmp_path)
+
+
+# --- handover ---------------------------------------------------------------------------------------------------------
+
+HANDOVERS: list[tuple[str, str, Status, str]] = [
+    ("", "e-p-d", Status.OK, "the next can take"),
+    ("[prefill]\npage_tokens = 32\n", "e-p-d", Status.OK, "the next can take"),
+    ('[prefill]\ndtype = "bfloat16"\n', "p-d", Status.OK, "the next can take"),
+    ('[prefill]\ndtype = "bfloat16"\n', "e-p-d", Status.FAIL, "no encoder can send to prefill-0"),
+    ('[decode]\ndtype = "bfloat16"\n', "p-d", Status.FAIL, "to decode-0: KV in float32 would be rounded"),
+    ('[decode]\ndtype = "float16"\n', "p-d", Status.FAIL, "to decode-0: KV in float32 may not fit"),
+    (
+        'allow_kv_narrowing = true\n[decode]\ndtype = "bfloat16"\n',
+        "p-d",
+        Status.WARN,
+        "KV is rounded on its way to decode-0",
+    ),
+    (
+        'allow_kv_narrowing = true\n[decode]\ndtype = "bfloat16"\nstrict = true\n',
+        "p-d",
+        Status.FAIL,
+        "would be rounded",
+    ),
+    ('[decode]\ndtype = "bfloat16"\n', "mono", Status.OK, "the next can take"),
+    ('[decode]\ndtype = "bfloat16"\n', "e-pd", Status.OK, "the next can take"),
+]
+
+
+@pytest.mark.parametrize(("config", "topology", "status", "found"), HANDOVERS)
+def test_stages_that_could_not_hand_over_are_found(
+    config: str, topology: str, status: Status, found: str, tmp_path: Path
+) -> None:
+    finding = handover(workers("--topology", topology, config=config or "\n", tmp_path=tmp_path))
+    assert finding.status is status and found in finding.found, finding
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from triptych.cli.checks import (
     device,
     fit,
     gpu,
+    handover,
     host,
     network,
     packages,
@@ -103,6 +104,7 @@ def examine(patient: Patient) -> Iterator[Finding]:
         "port": partial(network.api_port, settings.host, settings.port),
         "grpc": network.grpc_round_trip,
         "tls": partial(network.tls, settings.tls_files),
+        handover.NAME: partial(handover.handover, workers),
     }
     for name, check in checks.items():
         yield guarded(name, check)

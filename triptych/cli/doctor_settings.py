@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from triptych.cli.settings import UpSettings
+from triptych.core.kv_format import MAX_PAGE_TOKENS
 
 _MAX_BYTES = 1 << 50
 
@@ -28,7 +29,9 @@ class DoctorSettings(UpSettings):
         default=None,
         metadata={"help": "how much of it may keep what has landed, in bytes", "min": 0, "max": _MAX_BYTES},
     )
-    page_tokens: int | None = field(default=None, metadata={"help": "tokens in a KV page", "min": 1, "max": 1024})
+    page_tokens: int | None = field(
+        default=None, metadata={"help": "tokens in a KV page", "min": 1, "max": MAX_PAGE_TOKENS}
+    )
     embedding_cache_bytes: int | None = field(default=None, metadata={"help": "embedding cache, in bytes", "min": 0})
     media_processes: int | None = field(
         default=None, metadata={"help": "processes of each encoder that decode pictures", "min": 0, "max": 256}
@@ -44,3 +47,7 @@ class DoctorSettings(UpSettings):
         },
     )
     device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:N or auto"})
+    allow_kv_narrowing: bool | None = field(
+        default=None, metadata={"help": "KV may be rounded to a decode worker's dtype, if both sides allow it"}
+    )
+    strict: bool | None = field(default=None, metadata={"help": "a second-best way is an error"})

@@ -37,6 +37,8 @@ class Sizes:
     media_memory_bytes: int = 2 << 30
     dtype: str = "auto"
     device: str = "auto"
+    allow_kv_narrowing: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
