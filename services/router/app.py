@@ -26,6 +26,7 @@ from services.router.pipeline import Pipeline, Workers
 from services.router.placement import ClusterView
 from services.router.planner import Planner, SamplingDefaults
 from services.router.queue import AdmissionQueue
+from services.router.reach import ReachableWorkers
 from services.router.settings import RouterSettings
 from services.router.tasks import unwrapped_group
 from triptych.core.clock import SystemClock
@@ -137,7 +138,8 @@ async def serve(settings: RouterSettings) -> None:
     model = Model(settings.model)
     folder = RuntimeFolder(settings.runtime_dir)
     registry, channels = StaticRegistry(folder), ChannelPool(folder.token(), tls)
-    cluster = Cluster(registry, model.adapter)
+    reachable = ReachableWorkers(registry, tls)
+    cluster = Cluster(reachable, model.adapter)
     with _listen(settings.host, settings.port) as listener, unwrapped_group():
         async with router_app(settings, model, cluster, channels) as app:
             server = _Server(
@@ -153,7 +155,7 @@ async def serve(settings: RouterSettings) -> None:
                 beside = [
                     group.create_task(registry.run()),
                     group.create_task(tell_of_the_end(tls)),
-                    group.create_task(_tend_workers(registry, cluster, channels)),
+                    group.create_task(_tend_workers(registry, reachable, cluster, channels)),
                     group.create_task(_announce(settings, server, cluster, registry, listener)),
                 ]
                 await server.serve(sockets=[listener])
@@ -205,13 +207,15 @@ async def _announce(
         write_ready_file(settings.ready_file, orjson.dumps({"url": url}) + b"\n")
 
 
-async def _tend_workers(registry: StaticRegistry, cluster: Cluster, channels: ChannelPool) -> None:
+async def _tend_workers(
+    registry: StaticRegistry, reachable: ReachableWorkers, cluster: Cluster, channels: ChannelPool
+) -> None:
     """Closes the channels of workers that left; names those that can never serve here."""
     known = registry.workers()
-    cluster.warn_of_strangers(known)
     while True:
+        cluster.warn_of_strangers(known)
+        reachable.warn_of_others(known)
         now = await registry.changed()
-        cluster.warn_of_strangers(now)
         for worker_id in {worker.worker_id for worker in known} - {worker.worker_id for worker in now}:
             await channels.forget(worker_id)
         known = now

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,11 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.certificates import Authority
 from tests.integration import tiny_cluster
-from tests.integration.launching import launched
+from tests.integration.launching import Launcher, launched
 from tests.integration.test_cluster import ANSWER, READY_SECONDS, _ask
 from tests.integration.tiny_cluster import MAX_TOKENS, SMALL_POOL
 from tests.parity.prompts import draw_picture
 from triptych.obs import metrics
+from triptych.registry.lock import FileLock
 from triptych.testing.cluster import ChatRequest, InProcessCluster
 
 model_dir = tiny_cluster.model_dir
@@ -61,6 +65,26 @@ def test_a_cluster_by_the_launcher_refuses_who_has_no_certificate(tmp_path: Path
             url = f"https://{worker['metrics_address']}/metrics"
             with urllib.request.urlopen(url, context=client, timeout=5) as answer:
                 assert b"triptych_" in answer.read()
+        _check_that_workers_without_tls_cost_nobody_an_answer(launcher, ready)
+
+
+def _check_that_workers_without_tls_cost_nobody_an_answer(launcher: Launcher, ready: dict[str, Any]) -> None:
+    """One of each kind joins that was started without the flags."""
+    folder, locks = launcher.runtime / "workers", []
+    for worker_id in ready["workers"]:
+        record = json.loads((folder / f"{worker_id}.json").read_text())
+        assert record.pop("speaks_tls") is True
+        path = folder / f"{worker_id}x.json"
+        locks.append(FileLock.acquire(path.with_suffix(".lock")))
+        path.write_text(json.dumps(record | {"worker_id": f"{worker_id}x", "grpc_address": "127.0.0.1:1"}))
+    log, give_up_at = launcher.runtime / "logs" / "router.log", time.monotonic() + 20
+    while log.read_text().count("a worker speaks no TLS, as this router does") < len(locks):
+        assert time.monotonic() < give_up_at, log.read_text()
+        time.sleep(0.05)
+    assert [_ask(ready["url"]).text for _ in range(6)] == [ANSWER] * 6
+    for lock in locks:
+        assert lock is not None
+        lock.release()
 
 
 @pytest.mark.cluster

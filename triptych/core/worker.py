@@ -37,6 +37,7 @@ class WorkerInfo:
         kv_dtype: what its KV pages hold; None for encoders.
         may_narrow_kv: KV may be rounded on its way from or to it.
         parameter_counts: parameters loaded by part ("vision", "language").
+        speaks_tls: whether its ports do: only workers that are alike in it can talk to each other.
     """
 
     worker_id: str
@@ -58,6 +59,7 @@ class WorkerInfo:
     embedding_layout: bytes = b""
     kv_dtype: KvDtype | None = None
     may_narrow_kv: bool = False
+    speaks_tls: bool = False
 
     @property
     def ref(self) -> WorkerRef:

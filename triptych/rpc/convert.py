@@ -478,6 +478,7 @@ def worker_to_proto(worker: WorkerInfo) -> registry_pb.WorkerRecord:
         embedding_layout=worker.embedding_layout,
         kv_dtype=pb.KV_DTYPE_UNSPECIFIED if worker.kv_dtype is None else kv_dtype_to_proto(worker.kv_dtype),
         may_narrow_kv=worker.may_narrow_kv,
+        speaks_tls=worker.speaks_tls,
     )
 
 
@@ -509,6 +510,7 @@ def worker_from_proto(message: registry_pb.WorkerRecord) -> WorkerInfo:
         embedding_layout=_layout_from_proto("embedding_layout", message.embedding_layout),
         kv_dtype=kv_dtype_from_proto(message.kv_dtype) if message.kv_dtype else None,
         may_narrow_kv=message.may_narrow_kv,
+        speaks_tls=message.speaks_tls,
     )
 
 

@@ -415,6 +415,7 @@ class Worker:
             embedding_layout=self._links.embedding_layout,
             kv_dtype=self._kv.pages.dtype if self._kv is not None else None,
             may_narrow_kv=self._kv is not None and self._kv.may_narrow,
+            speaks_tls=self._tls is not None,
         )
         await self._server.set_serving(True)
         self._registry.announce(self.info)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.wire.v1 import common_pb2 as triptych_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/wire/v1/registry.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"\xd2\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12%\n\x05roles\x18\x03 \x03(\x0e\x32\x16.triptych.wire.v1.Role\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.triptych.wire.v1.WorkerState\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\x0c\x12\x0f\n\x07host_id\x18\t \x01(\t\x12\x12\n\ntransports\x18\n \x03(\t\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x11\n\tnum_pages\x18\x0c \x01(\r\x12\x13\n\x0bpage_tokens\x18\r \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x0e \x01(\r\x12M\n\x10parameter_counts\x18\x0f \x03(\x0b\x32\x33.triptych.wire.v1.WorkerRecord.ParameterCountsEntry\x12\x11\n\tkv_layout\x18\x10 \x01(\x0c\x12\x18\n\x10\x65mbedding_layout\x18\x11 \x01(\x0c\x12+\n\x08kv_dtype\x18\x12 \x01(\x0e\x32\x19.triptych.wire.v1.KvDtype\x12\x15\n\rmay_narrow_kv\x18\x13 \x01(\x08\x1a\x36\n\x14ParameterCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x11\n\x0f\x44\x65scribeRequest\"B\n\x10\x44\x65scribeResponse\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.triptych.wire.v1.WorkerRecord*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ENCODER\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03*y\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x32\x63\n\x0eWorkerRegistry\x12Q\n\x08\x44\x65scribe\x12!.triptych.wire.v1.DescribeRequest\x1a\".triptych.wire.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/wire/v1/registry.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"\xe6\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12%\n\x05roles\x18\x03 \x03(\x0e\x32\x16.triptych.wire.v1.Role\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.triptych.wire.v1.WorkerState\x12\x14\n\x0cgrpc_address\x18\x05 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\x0c\x12\x0f\n\x07host_id\x18\t \x01(\t\x12\x12\n\ntransports\x18\n \x03(\t\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x11\n\tnum_pages\x18\x0c \x01(\r\x12\x13\n\x0bpage_tokens\x18\r \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x0e \x01(\r\x12M\n\x10parameter_counts\x18\x0f \x03(\x0b\x32\x33.triptych.wire.v1.WorkerRecord.ParameterCountsEntry\x12\x11\n\tkv_layout\x18\x10 \x01(\x0c\x12\x18\n\x10\x65mbedding_layout\x18\x11 \x01(\x0c\x12+\n\x08kv_dtype\x18\x12 \x01(\x0e\x32\x19.triptych.wire.v1.KvDtype\x12\x15\n\rmay_narrow_kv\x18\x13 \x01(\x08\x12\x12\n\nspeaks_tls\x18\x14 \x01(\x08\x1a\x36\n\x14ParameterCountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x11\n\x0f\x44\x65scribeRequest\"B\n\x10\x44\x65scribeResponse\x12.\n\x06worker\x18\x01 \x01(\x0b\x32\x1e.triptych.wire.v1.WorkerRecord*Q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_ENCODER\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03*y\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x32\x63\n\x0eWorkerRegistry\x12Q\n\x08\x44\x65scribe\x12!.triptych.wire.v1.DescribeRequest\x1a\".triptych.wire.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,18 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERRECORD_PARAMETERCOUNTSENTRY']._loaded_options = None
   _globals['_WORKERRECORD_PARAMETERCOUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=768
-  _globals['_ROLE']._serialized_end=849
-  _globals['_WORKERSTATE']._serialized_start=851
-  _globals['_WORKERSTATE']._serialized_end=972
+  _globals['_ROLE']._serialized_start=788
+  _globals['_ROLE']._serialized_end=869
+  _globals['_WORKERSTATE']._serialized_start=871
+  _globals['_WORKERSTATE']._serialized_end=992
   _globals['_WORKERRECORD']._serialized_start=85
-  _globals['_WORKERRECORD']._serialized_end=679
-  _globals['_WORKERRECORD_PARAMETERCOUNTSENTRY']._serialized_start=625
-  _globals['_WORKERRECORD_PARAMETERCOUNTSENTRY']._serialized_end=679
-  _globals['_DESCRIBEREQUEST']._serialized_start=681
-  _globals['_DESCRIBEREQUEST']._serialized_end=698
-  _globals['_DESCRIBERESPONSE']._serialized_start=700
-  _globals['_DESCRIBERESPONSE']._serialized_end=766
-  _globals['_WORKERREGISTRY']._serialized_start=974
-  _globals['_WORKERREGISTRY']._serialized_end=1073
+  _globals['_WORKERRECORD']._serialized_end=699
+  _globals['_WORKERRECORD_PARAMETERCOUNTSENTRY']._serialized_start=645
+  _globals['_WORKERRECORD_PARAMETERCOUNTSENTRY']._serialized_end=699
+  _globals['_DESCRIBEREQUEST']._serialized_start=701
+  _globals['_DESCRIBEREQUEST']._serialized_end=718
+  _globals['_DESCRIBERESPONSE']._serialized_start=720
+  _globals['_DESCRIBERESPONSE']._serialized_end=786
+  _globals['_WORKERREGISTRY']._serialized_start=994
+  _globals['_WORKERREGISTRY']._serialized_end=1093
 # @@protoc_insertion_point(module_scope)

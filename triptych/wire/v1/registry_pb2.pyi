@@ -31,7 +31,7 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "epoch", "roles", "state", "grpc_address", "metrics_address", "model_name", "model_fingerprint", "host_id", "transports", "pid", "num_pages", "page_tokens", "max_sequence_tokens", "parameter_counts", "kv_layout", "embedding_layout", "kv_dtype", "may_narrow_kv")
+    __slots__ = ("worker_id", "epoch", "roles", "state", "grpc_address", "metrics_address", "model_name", "model_fingerprint", "host_id", "transports", "pid", "num_pages", "page_tokens", "max_sequence_tokens", "parameter_counts", "kv_layout", "embedding_layout", "kv_dtype", "may_narrow_kv", "speaks_tls")
     class ParameterCountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class WorkerRecord(_message.Message):
     EMBEDDING_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAY_NARROW_KV_FIELD_NUMBER: _ClassVar[int]
+    SPEAKS_TLS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     roles: _containers.RepeatedScalarFieldContainer[Role]
@@ -77,7 +78,8 @@ class WorkerRecord(_message.Message):
     embedding_layout: bytes
     kv_dtype: _common_pb2.KvDtype
     may_narrow_kv: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., grpc_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., num_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., parameter_counts: _Optional[_Mapping[str, int]] = ..., kv_layout: _Optional[bytes] = ..., embedding_layout: _Optional[bytes] = ..., kv_dtype: _Optional[_Union[_common_pb2.KvDtype, str]] = ..., may_narrow_kv: _Optional[bool] = ...) -> None: ...
+    speaks_tls: bool
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., grpc_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[bytes] = ..., host_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., num_pages: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., parameter_counts: _Optional[_Mapping[str, int]] = ..., kv_layout: _Optional[bytes] = ..., embedding_layout: _Optional[bytes] = ..., kv_dtype: _Optional[_Union[_common_pb2.KvDtype, str]] = ..., may_narrow_kv: _Optional[bool] = ..., speaks_tls: _Optional[bool] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
