@@ -216,8 +216,7 @@ async def _tend_workers(
         cluster.warn_of_strangers(known)
         reachable.warn_of_others(known)
         now = await registry.changed()
-        for worker_id in {worker.worker_id for worker in known} - {worker.worker_id for worker in now}:
-            await channels.forget(worker_id)
+        await channels.keep_only({worker.ref for worker in now})
         known = now
 
 

@@ -6,16 +6,24 @@ import asyncio
 import random
 import signal
 import time
+from functools import partial
+from pathlib import Path
 
+import grpc
 import pytest
 
-from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, TOKEN
+from tests.unit import link_house
+from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, KV_LAYOUT, SENDER, TOKEN
 from tests.unit.test_transport_zmq_stopped import link_again, receiver_process, worst_lag_s
 from triptych.core.errors import DeadlineExceeded, PeerLost
+from triptych.core.grant import Grant
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource
 from triptych.obs import metrics
+from triptych.registry.runtime import RuntimeFolder
+from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool, transfer_stub
+from triptych.stages.links import tend_peers
 from triptych.transport import receiver_link, zmq_carrier
 from triptych.transport.circuit import (
     FIRST_PAUSE_S,
@@ -31,6 +39,7 @@ from triptych.transport.types import Endpoint, SlotGrant
 
 PEER = WorkerRef("prefill-1", 21)
 NUM_BYTES = 64 << 20
+GRANT = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
 
 
 def num_open() -> float:
@@ -149,3 +158,79 @@ async def test_a_peer_that_does_not_answer_a_commit_is_left_alone_until_it_does(
         assert await pool.embedding_link(info, EMBEDDING_LAYOUT) is link, "the link itself never broke"
         await pool.close()
     await channels.close()
+
+
+# --- who is gone, and who was asleep ----------------------------------------------------------------------------------
+
+
+async def test_what_is_known_of_a_former_self_goes_when_the_worker_is_born_again() -> None:
+    """Also where there never was a link: nobody would try the dead one again, and it would count as open for ever."""
+    channels, before = ChannelPool(TOKEN), num_open()
+    async with link_house.running(epoch=22) as reborn:
+        pool = LinkPool(SENDER, partial(transfer_stub, channels))
+        pool._circuits.failed(PEER, "unreachable")
+        pool._circuits.failed(WorkerRef("prefill-2", 5), "unreachable")
+        assert num_open() == before + 2
+        await pool.embedding_link(reborn.info, EMBEDDING_LAYOUT)
+        assert num_open() == before + 1
+        assert pool.keep_only({reborn.info.ref}) == {reborn.info.ref}
+        assert num_open() == before
+        await pool.close()
+    await channels.close()
+
+
+async def test_links_and_channels_of_workers_that_left_go_when_they_are_over() -> None:
+    channels = ChannelPool(TOKEN)
+    pool = LinkPool(SENDER, partial(transfer_stub, channels))
+    async with link_house.running() as host:
+        link = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
+        assert pool.keep_only(()) == {PEER}, "who leaves ends what it has begun"
+        await link_house.send(link, AttemptRef("req-1"), 0, b"goes on")  # type: ignore[arg-type]
+    await asyncio.wait_for(link.closed.wait(), 5)
+    assert pool.keep_only(()) == set()
+    channel = channels.channel(host.info)
+    await channels.keep_only(())
+    assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    await pool.close()
+
+
+async def test_a_worker_tends_its_peers(tmp_path: Path) -> None:
+    """As they come, go and are born again: one link and one channel to each that is there, nothing to others."""
+    registry, channels = StaticRegistry(RuntimeFolder(tmp_path / "run")), ChannelPool(TOKEN)
+    pool = LinkPool(SENDER, partial(transfer_stub, channels))
+    beside = [asyncio.create_task(registry.run()), asyncio.create_task(tend_peers(registry, pool, channels))]
+    for epoch in range(31, 35):
+        async with link_house.running(epoch=epoch) as host:
+            registry.announce(host.info)
+            await link_house.eventually(lambda: host.info in registry.workers())
+            link = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
+            await link_house.send(link, AttemptRef("req-1"), 0, b"here")  # type: ignore[arg-type]
+            if epoch % 2:
+                registry.withdraw()
+    registry.withdraw()
+    await link_house.eventually(lambda: not pool._links and not channels._channels)
+    for task in beside:
+        task.cancel()
+    await asyncio.gather(*beside, return_exceptions=True)
+    await pool.close()
+
+
+@pytest.mark.parametrize("was_asleep", [True, False])
+async def test_who_was_asleep_blames_nobody_for_its_timers(was_asleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped finds all its deadlines past when it goes on; its peers may be well."""
+    monkeypatch.setattr(receiver_link, "SILENT_AFTER_S", 0.1)
+    monkeypatch.setattr("triptych.transport.circuit.ASLEEP_S", 0.2)
+    before = num_open()
+    async with link_house.running() as host:
+        pool = host.pool()
+        link = await pool.kv_link(host.info, KV_LAYOUT)
+        host.kv.credits["grant-1"] = GRANT
+        host.kv.may_bind.clear()
+        binding = asyncio.create_task(link.bind_kv(AttemptRef("req-1"), GRANT, timeout_s=0.1))
+        await asyncio.sleep(0.02)
+        if was_asleep:
+            time.sleep(0.6)  # noqa: ASYNC251 - as if it had been stopped
+        with pytest.raises(DeadlineExceeded):
+            await binding
+        assert num_open() == before + (not was_asleep)
+        await pool.close()

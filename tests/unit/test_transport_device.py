@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit import device_house
 from tests.unit.device_house import GRANT, DeviceHost, bound_link, running, slot_of
@@ -29,11 +30,7 @@ from tests.unit.link_house import (
     page_of,
     send,
 )
-from triptych.core.errors import (
-    DeadlineExceeded,
-    PeerLost,
-    TriptychError,
-)
+from triptych.core.errors import DeadlineExceeded, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import Token
 from triptych.obs import metrics
@@ -187,13 +184,14 @@ async def test_a_device_that_fails_breaks_the_link_and_frees_nothing(
 ) -> None:
     """Nobody knows whether the copy still runs: the slot is kept for as long as this process has the memory open."""
     link: Any = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
-    grant = await slot_of(link)
+    grant, open_circuits = await slot_of(link), metrics.OPEN_CIRCUITS._value.get()
     mine.hold()
     writing = asyncio.create_task(link.write_slot(grant, memoryview(bytearray(256))))
     await eventually(lambda: mine.num_waiting == 1)
     mine.break_down()
-    with pytest.raises(PeerLost, match="device failed"):
+    with pytest.raises(TransferRefused, match="device of a worker failed"):
         await writing
+    assert metrics.OPEN_CIRCUITS._value.get() == open_circuits, "the receiver is well"
     await link.abort(REF, None, "given up")
     await asyncio.wait_for(link.closed.wait(), 5)
     await asyncio.sleep(0.3)
@@ -203,6 +201,45 @@ async def test_a_device_that_fails_breaks_the_link_and_frees_nothing(
         mine._unmap(pointer)
     device_house.unlock()
     await eventually(lambda: len(host.embedding.lost) == 1)
+
+
+@pytest.mark.parametrize("way", ["slot", "slot writer", "pages"])
+async def test_copies_that_a_bug_cuts_short_are_waited_for(
+    host: DeviceHost, pool: LinkPool, mine: FakeDevice, seed: int, way: str
+) -> None:
+    """Part of them is under way, and nobody has an event to wait for before the receiver hears of an abort."""
+
+    def cut_short(enqueue: Callable[..., None]) -> Callable[..., None]:
+        def enqueue_and_fail(*arguments: Any) -> None:
+            enqueue(*arguments)
+            raise ValueError("a bug")
+
+        return enqueue_and_fail
+
+    mine.hold()
+    mine.copy_async = cut_short(mine.copy_async)  # type: ignore[method-assign]
+    mine.scatter_async = cut_short(mine.scatter_async)  # type: ignore[method-assign]
+    failed = list[TriptychError]()
+    if way == "pages":
+        link, bound = await bound_link(host, pool)
+        link.page_writer(bound, Pages(seed), WriterEvents(failed.append, lambda: None)).copy([1, 2], 0)
+        await eventually(lambda: len(failed) == 1)
+        await link.abort(REF, GRANT.grant_id, "given up")
+    else:
+        link = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
+        grant = await slot_of(link)
+        if way == "slot":
+            with pytest.raises(TransferRefused, match="device"):
+                await link.write_slot(grant, memoryview(bytearray(256)))
+        else:
+            assert not link.slot_writer(grant).write(torch.zeros(256, dtype=torch.uint8))
+        await link.abort(REF, None, "given up")
+    await asyncio.wait_for(link.closed.wait(), 5)
+    await asyncio.sleep(0.3)
+    receiver: Any = host.kv if way == "pages" else host.embedding
+    assert receiver.lost == [] and receiver.aborted == [], "the memory is still its writer's"
+    mine.release()
+    await eventually(lambda: len(receiver.lost) == 1)
 
 
 async def test_a_broken_link_is_closed_only_after_its_copies(

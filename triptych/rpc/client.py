@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Protocol, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from triptych.core.ids import WorkerRef
 from triptych.core.worker import WorkerInfo
 from triptych.rpc.server import MAX_MESSAGE_BYTES, TOKEN_METADATA_KEY
 from triptych.rpc.tls import TARGET_NAME_OPTIONS, ClusterTls
@@ -46,7 +47,8 @@ CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
 
 
 class ChannelPool:
-    """Owns one channel per worker process. A newer epoch of the same worker closes the older one's channel.
+    """Owns one channel per worker process. `keep_only` and `forget` close those to processes that are gone: until then
+    each goes on dialling an address where nobody lives, or somebody else.
 
     `tls`: with it nothing is said, the token least of all, to what shows no certificate of the cluster.
     """
@@ -54,19 +56,13 @@ class ChannelPool:
     def __init__(self, token: str | None, tls: ClusterTls | None = None) -> None:
         self._token = token
         self._tls = tls
-        self._channels: dict[str, tuple[int, grpc.aio.Channel]] = {}
-        self._retired: list[grpc.aio.Channel] = []
+        self._channels: dict[WorkerRef, grpc.aio.Channel] = {}
 
     def channel(self, worker: WorkerInfo) -> grpc.aio.Channel:
         """Without the token: pass `metadata()` with each call, or use the stubs below, which do."""
-        known = self._channels.get(worker.worker_id)
-        if known is not None and known[0] == worker.epoch:
-            return known[1]
-        if known is not None:
-            self._retired.append(known[1])
-        channel = self._dial(worker.grpc_address)
-        self._channels[worker.worker_id] = (worker.epoch, channel)
-        return channel
+        if worker.ref not in self._channels:
+            self._channels[worker.ref] = self._dial(worker.grpc_address)
+        return self._channels[worker.ref]
 
     def _dial(self, address: str) -> grpc.aio.Channel:
         if self._tls is None:
@@ -79,20 +75,18 @@ class ChannelPool:
         return () if self._token is None else ((TOKEN_METADATA_KEY, self._token),)
 
     async def forget(self, worker_id: str) -> None:
-        """Closes the channel of a worker that left. Calls on it fail."""
-        known = self._channels.pop(worker_id, None)
-        if known is not None:
-            await known[1].close(None)
-        await self._close_retired()
+        """Closes the channels to a worker that left, whichever its process. Calls on them fail."""
+        await self._close(ref for ref in self._channels if ref.worker_id == worker_id)
+
+    async def keep_only(self, living: Collection[WorkerRef]) -> None:
+        """Closes the channels to all other processes. Calls on them fail."""
+        await self._close(ref for ref in self._channels if ref not in living)
 
     async def close(self) -> None:
-        self._retired += [channel for _, channel in self._channels.values()]
-        self._channels.clear()
-        await self._close_retired()
+        await self._close(self._channels)
 
-    async def _close_retired(self) -> None:
-        retired, self._retired = self._retired, []
-        for channel in retired:
+    async def _close(self, gone: Iterable[WorkerRef]) -> None:
+        for channel in [self._channels.pop(ref) for ref in list(gone)]:
             await channel.close(None)
 
 

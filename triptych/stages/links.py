@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Final
 
 from triptych.core.errors import DeadlineExceeded, PeerLost, ReceiverLost, TriptychError
 from triptych.core.ids import WorkerRef
 from triptych.core.worker import WorkerInfo
 from triptych.registry.static import StaticRegistry
+from triptych.rpc.client import ChannelPool
 from triptych.transport.link import EmbeddingLink, KvLink
 from triptych.transport.link_pool import LinkPool
 
@@ -35,6 +38,20 @@ class RegistryLinks:
                 if info.ref == worker:
                     return info
         raise PeerLost("a worker of this request has left the cluster")
+
+
+TEND_EVERY_S: Final = 10.0
+
+
+async def tend_peers(registry: StaticRegistry, pool: LinkPool, channels: ChannelPool) -> None:
+    """Until cancelled: lets go of workers that left, of their links when those are over, and then of their channels. A
+    cluster that grows and shrinks would leave one of each behind every time."""
+    while True:
+        living = {worker.ref for worker in registry.workers()}
+        await channels.keep_only(living | pool.keep_only(living))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TEND_EVERY_S):  # a link may end long after its worker left
+                await registry.changed()
 
 
 @contextmanager

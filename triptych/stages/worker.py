@@ -43,7 +43,7 @@ from triptych.stages.encode_room import EncodeRoom
 from triptych.stages.encoder import EncoderStage
 from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
-from triptych.stages.links import RegistryLinks
+from triptych.stages.links import RegistryLinks, tend_peers
 from triptych.stages.media import media_limits
 from triptych.stages.poison import poisoned_slots
 from triptych.stages.prefill import PrefillParts, PrefillStage
@@ -184,7 +184,8 @@ class Worker:
             progress=lambda: all(engine.is_progressing() for engine in self._engines),
         )
         try:
-            await self._build(adapter, compute, ChannelPool(token, self._tls))
+            self._channels = ChannelPool(token, self._tls)
+            await self._build(adapter, compute, self._channels)
             await self._open(adapter)
         except BaseException:
             await self.stop()
@@ -388,11 +389,17 @@ class Worker:
 
     async def _open(self, adapter: Adapter) -> None:
         common = self._plan.common
+        assert self.link_pool is not None, "it was built"
         add_describe(self._server, self._describe)
         port = await self._server.start()
         https = None if self._tls is None else self._tls.https
         metrics_port = metrics.serve_metrics(common.host, common.metrics_port, https)
-        for name, beside in (("registry", self._registry.run()), ("tls-end", tell_of_the_end(self._tls))):
+        beside_it = {
+            "registry": self._registry.run(),
+            "peers": tend_peers(self._registry, self.link_pool, self._channels),
+            "tls-end": tell_of_the_end(self._tls),
+        }
+        for name, beside in beside_it.items():
             self._exit.callback(asyncio.create_task(beside, name=name).cancel)
         language = self._plan.language
         self.info = WorkerInfo(

@@ -14,10 +14,11 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from triptych.core.errors import PeerLost
+from triptych.core.errors import DeadlineExceeded, PeerLost
 from triptych.core.ids import WorkerRef
 from triptych.obs import metrics
 
@@ -25,6 +26,8 @@ FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 PROBE_TIMEOUT_S: Final = 15.0
 """A probe of which nobody hears is over then. Longer than a connection or a frame may take."""
+ASLEEP_S: Final = 1.0
+"""A timer that comes later than this by so much says more of this process than of its peers."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,11 +98,31 @@ class Circuits:
             metrics.OPEN_CIRCUITS.dec()
             _log.info("a worker takes data again", extra={"worker": peer.worker_id})
 
-    def forget(self, peer: WorkerRef) -> None:
-        """The process is gone: another has its name now."""
-        if self._circuits.pop(peer, None) is not None:
-            metrics.OPEN_CIRCUITS.dec()
+    def forget_former(self, peer: WorkerRef) -> None:
+        """Whoever had the peer's name before it is gone."""
+        self._forget(known for known in self._circuits if known.worker_id == peer.worker_id and known != peer)
+
+    def keep_only(self, living: Collection[WorkerRef]) -> None:
+        """All others are gone: nobody will ever try them again."""
+        self._forget(known for known in self._circuits if known not in living)
 
     def close(self) -> None:
-        for peer in list(self._circuits):
-            self.forget(peer)
+        self._forget(self._circuits)
+
+    def _forget(self, gone: Iterable[WorkerRef]) -> None:
+        for peer in list(gone):
+            del self._circuits[peer]
+            metrics.OPEN_CIRCUITS.dec()
+
+
+@contextmanager
+def out_of_time(tell: Callable[[], None], timeout_s: float) -> Iterator[None]:
+    """Around what has `timeout_s`: calls `tell` when that was not enough. Unless it has been over for long: whoever was
+    stopped, or asleep, finds all its timers run down, and nobody else is to blame."""
+    began_s = time.monotonic()
+    try:
+        yield
+    except DeadlineExceeded:
+        if time.monotonic() - began_s < timeout_s + ASLEEP_S:
+            tell()
+        raise

@@ -20,7 +20,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from triptych.core.errors import Aborted, NoRoom, PeerLost, TriptychError
+from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.grant import Grant
 from triptych.rpc.errors import INTERNAL_MESSAGE
 from triptych.transport.carrier import PageWriter, WriterEvents
@@ -71,7 +71,7 @@ class DeviceCarrier:
             self.arena.driver.copy_async(_slot_of(memory, grant), source)
 
         try:
-            event = self.arena.launch(copy)
+            event = self.launched(copy)
         except DeviceError as error:
             raise self.failed(error) from error
         await self.completed(event)
@@ -85,22 +85,34 @@ class DeviceCarrier:
         return DevicePageWriter(self, source, events, pages)
 
     async def slot_checksum(self, grant: SlotGrant) -> int:
-        """Over what is in the receiver's memory. Raises PeerLost."""
+        """Over what is in the receiver's memory. Raises PeerLost or TransferRefused."""
         host = torch.empty(grant.num_bytes, dtype=torch.uint8)
 
         def copy(memory: torch.Tensor) -> None:
             self.arena.driver.copy_async(host, _slot_of(memory, grant))
 
         try:
-            event = self.arena.launch(copy)
+            event = self.launched(copy)
         except DeviceError as error:
             raise self.failed(error) from error
         await self.completed(event)
         data: memoryview = host.numpy().data
         return checksum64(data) if len(data) <= INLINE_CHECKSUM_BYTES else await asyncio.to_thread(checksum64, data)
 
+    def launched(self, work: Callable[[torch.Tensor], None]) -> DeviceEvent:
+        """As `ImportedArena.launch`. Whatever else goes wrong is a failure of the device, too: part of the work may be
+        under way, and nobody has its event."""
+        try:
+            return self.arena.launch(work)
+        except (PeerLost, DeviceError):
+            raise
+        except Exception as error:
+            _log.exception("copies to another worker's device memory could not be launched")
+            raise DeviceError("copies could not be launched") from error
+
     async def completed(self, event: DeviceEvent) -> None:
-        """Returns, or is cancelled, when the event has completed, not before. Raises PeerLost when it does not."""
+        """Returns, or is cancelled, when the event has completed, not before. Raises TransferRefused when it does
+        not."""
         try:
             await _completed(event)
         except DeviceError as error:
@@ -114,12 +126,13 @@ class DeviceCarrier:
     def close(self) -> None:
         self.arena.close()
 
-    def failed(self, error: DeviceError) -> PeerLost:
-        """Breaks the link. On the event loop."""
+    def failed(self, error: DeviceError) -> TransferRefused:
+        """Breaks the link. On the event loop. It is no PeerLost: the fault is on this side, as far as anybody knows,
+        and another receiver would fare no better."""
         _log.error("copies to another worker's device memory failed", extra={"reason": str(error)})
-        lost = PeerLost("the device failed while it wrote to another worker's memory")
-        self._broken(lost)
-        return lost
+        refused = TransferRefused("the device of a worker failed while it wrote to another worker's memory")
+        self._broken(refused)
+        return refused
 
 
 class DeviceSlotWriter:
@@ -137,7 +150,7 @@ class DeviceSlotWriter:
             return False
         try:
             self._source = rows.contiguous().view(torch.uint8).view(-1)  # kept until the copy has completed
-            self._event = self._carrier.arena.launch(self._copy_in)
+            self._event = self._carrier.launched(self._copy_in)
         except DeviceError as error:
             self._carrier.post(self._carrier.failed, error)
             return False
@@ -167,7 +180,7 @@ class DeviceSlotWriter:
     async def settle(self) -> None:
         await self._gate.settle()
         if self._event is not None:
-            with suppress(PeerLost):  # then the link is broken, and no abort goes out by it
+            with suppress(PeerLost, TransferRefused):  # then the link is broken, and no abort goes out by it
                 await self._carrier.completed(self._event)
 
     def _copy_in(self, memory: torch.Tensor) -> None:
@@ -219,7 +232,7 @@ class DevicePageWriter:
         return None
 
     async def settle(self) -> None:
-        with suppress(PeerLost):  # then the link is broken, and no abort goes out by it
+        with suppress(PeerLost, TransferRefused):  # then the link is broken, and no abort goes out by it
             await self._all_completed()
 
     def cancel(self) -> None:
@@ -240,7 +253,7 @@ class DevicePageWriter:
             planes = memory.view(layout.num_planes, -1, layout.cell_bytes)
             self._carrier.arena.driver.scatter_async(planes, targets, cells)
 
-        self._running.append((self._carrier.arena.launch(scatter), num_bytes))
+        self._running.append((self._carrier.launched(scatter), num_bytes))
         if in_flight + num_bytes > CONGESTED_BYTES:
             self._carrier.post(self._watch)
 

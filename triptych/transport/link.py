@@ -17,6 +17,7 @@ from triptych.core.plan import EmbeddingSource, Token
 from triptych.faults import points
 from triptych.obs import metrics
 from triptych.transport.carrier import Carrier, PageWriter, WriterEvents
+from triptych.transport.circuit import out_of_time
 from triptych.transport.pages import PageSource
 from triptych.transport.slot_writer import SlotWriter, count_written
 from triptych.transport.types import (
@@ -258,12 +259,9 @@ class AskingLink(ABC):
         label, writer = self.transport, self._writers.get(grant.grant_id)
         checksum = None
         if writer is not None:
-            try:
+            with out_of_time(lambda: self._peer_failed("slow"), timeout_s):
                 async with deadline(timeout_s):
                     checksum = await writer.flush()
-            except DeadlineExceeded:
-                self._peer_failed("slow")
-                raise
         await points.passing_async("link.before_commit")
         commit = KvCommitted(
             ref,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from triptych.core.kv_format import Conversion, KvTerms, conversion
 from triptych.core.worker import WorkerInfo
 from triptych.obs import metrics
 from triptych.rpc.client import TransferStub
-from triptych.transport.circuit import Circuits
+from triptych.transport.circuit import Circuits, out_of_time
 from triptych.transport.curve import CurveKeys
 from triptych.transport.device import Driver
 from triptych.transport.device_arena import DeviceImports
@@ -82,6 +82,14 @@ class LinkPool:
         """A ready link. Raises TransferRefused, PeerLost or DeadlineExceeded; the next call tries anew."""
         return await self._get(receiver, ArenaKind.KV, layout_fingerprint, timeout_s)
 
+    def keep_only(self, living: Collection[WorkerRef]) -> frozenset[WorkerRef]:
+        """All other workers have left: forgets what broke with them, and answers who still is in use, since one that
+        leaves ends what it has begun."""
+        for key in [key for key in self._links if key[0] not in living]:
+            self._drop_broken(key)
+        self._circuits.keep_only(living)
+        return frozenset(ref for ref, _ in self._links)
+
     async def close(self) -> None:
         """Closes every link; what waits on one fails with PeerLost."""
         for key in list(self._links):
@@ -145,10 +153,8 @@ class LinkPool:
     def _tried(self, peer: WorkerRef) -> Iterator[None]:
         """Around a greeting: what it says of the peer. One that is refused outright is there."""
         try:
-            yield
-        except DeadlineExceeded:
-            self._circuits.failed(peer, "unreachable")
-            raise
+            with out_of_time(lambda: self._circuits.failed(peer, "unreachable"), CONNECT_TIMEOUT_S):
+                yield
         except PeerLost:
             if self._circuits.is_tried(peer):
                 self._circuits.failed(peer, "unreachable")
@@ -185,8 +191,7 @@ class LinkPool:
         ref, kind = key
         for old in [k for k in self._links if k[0].worker_id == ref.worker_id and k[1] is kind]:
             self._drop(old)
-            if old[0] != ref:
-                self._circuits.forget(old[0])
+        self._circuits.forget_former(ref)
 
     def _drop(self, key: Key) -> None:
         closing = asyncio.create_task(self._close_link(self._links.pop(key)), name="transfer-link-close")

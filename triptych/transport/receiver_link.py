@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import grpc
@@ -18,6 +19,7 @@ from triptych.rpc.client import TransferStub
 from triptych.rpc.errors import error_from_rpc
 from triptych.transport import frames
 from triptych.transport.carrier import Carrier
+from triptych.transport.circuit import out_of_time
 from triptych.transport.link import AskingLink, deadline
 from triptych.transport.session import MAX_OUTSTANDING, Answered, SenderSession
 from triptych.transport.types import (
@@ -152,14 +154,13 @@ class ReceiverLink(AskingLink):
         sequence, frame = self._session.ask(asked)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[sequence] = future
+        is_patient = isinstance(asked, SlotAsked) or timeout_s < SILENT_AFTER_S  # room may be long in coming
+        tell = unheard if is_patient else partial(self._peer_failed, "silent")
         try:
-            async with deadline(timeout_s):
-                await self._outgoing.put(frame)
-                return sequence, await future
-        except DeadlineExceeded:
-            if not isinstance(asked, SlotAsked) and timeout_s >= SILENT_AFTER_S:  # room may be long in coming
-                self._peer_failed("silent")
-            raise
+            with out_of_time(tell, timeout_s):
+                async with deadline(timeout_s):
+                    await self._outgoing.put(frame)
+                    return sequence, await future
         finally:
             self._waiting.pop(sequence, None)
 
