@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.checkpoints import DEMO_DIR
 from tests.parity.prompts import draw_picture
+from triptych.core.ids import new_request_id
 from triptych.engine.encoder import EncodeEngine
+from triptych.engine.landing import LandingTable
 from triptych.obs import metrics
 from triptych.stages import embeddings
 from triptych.stages.worker import Worker
 from triptych.testing.cluster import ChatRequest, InProcessCluster
 from triptych.testing.holdings import until_idle
+from triptych.transport.carrier import MemoryCarrier
+from triptych.transport.slots import Slot
+from triptych.transport.types import SlotGrant
 
 SIZES = [(84, 56), (112, 112), (56, 140)]
 
@@ -151,3 +161,173 @@ async def test_a_cached_embedding_owns_its_storage_and_is_written_once_more_for_
         assert moved_bytes("shm") - before == sum(rows.numel() * rows.element_size() for rows in kept)
         assert len(watched.written) == num_written and watched.num_own_copies == 2
     assert again.token_ids == first.token_ids
+
+
+# --- given up between grant and the end of the pass ------------------------------------------------------------------
+
+POISON = 0xFF
+
+
+class Held:
+    """A place in the encoder's thread where the next one who comes is stopped."""
+
+    def __init__(self) -> None:
+        self.is_inside, self.go_on = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        if not self.is_inside.is_set():
+            self.is_inside.set()
+            assert self.go_on.wait(20)
+
+    async def is_reached(self) -> None:
+        assert await asyncio.to_thread(self.is_inside.wait, 20)
+
+
+def poison_what_is_freed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> npt.NDArray[np.uint8]:
+    """Returns the worker's arena of slots, none of which may be in use."""
+    assert worker.landing is not None and worker.language_engine is not None
+    memory = np.frombuffer(worker.landing.arena.buffer, dtype=np.uint8)
+    slots = worker.language_engine.landing._book
+    sound = slots._give_back
+
+    def give_back(slot: Slot) -> None:
+        memory[slot.offset : slot.offset + slots.room_bytes(slot)] = POISON
+        sound(slot)
+
+    monkeypatch.setattr(slots, "_give_back", give_back)
+    memory[:] = POISON
+    return memory
+
+
+def hold_the_pass(engine: EncodeEngine, monkeypatch: pytest.MonkeyPatch) -> Held:
+    held, sound = Held(), engine.part.encode
+
+    def encode(*args: Any) -> Any:
+        rows = sound(*args)
+        held.stop()
+        return rows
+
+    monkeypatch.setattr(engine.part, "encode", encode, raising=False)
+    return held
+
+
+def hold_the_copy(monkeypatch: pytest.MonkeyPatch) -> Held:
+    held, sound = Held(), MemoryCarrier._slot_view
+
+    @contextmanager
+    def view(carrier: MemoryCarrier, grant: SlotGrant) -> Iterator[memoryview]:
+        with sound(carrier, grant) as memory:
+            held.stop()
+            yield memory
+
+    monkeypatch.setattr(MemoryCarrier, "_slot_view", view)
+    return held
+
+
+async def read(cluster: InProcessCluster, request: ChatRequest) -> list[int]:
+    ids: list[int] = []
+    async with cluster.pipeline.answer(cluster.plan(request), request.media, new_request_id()) as answer:
+        async for event in answer.events():
+            ids += [token.id for token in getattr(event, "tokens", ())]
+    return ids
+
+
+@pytest.mark.parametrize("where", ["in the pass", "in the copy"])
+@pytest.mark.parametrize("topology", ["e-p-d", "p-d"])
+async def test_nothing_is_written_to_a_slot_after_it_was_given_back(
+    topology: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client leaves while the tower works for it. Its slot is free at once, or, where the copy has begun, after it;
+    the others, whose embeddings are cached, use the memory meanwhile."""
+    torch.set_num_threads(1)
+    others, victim = [asked(seed) for seed in (2, 5, 8)], asked(3)
+    async with InProcessCluster(DEMO_DIR, topology, landing_bytes=1 << 20) as cluster:
+        supply, prefill = worker_with(cluster, "supply").supply, worker_with(cluster, "landing")
+        assert supply is not None and prefill.language_engine is not None
+        landing = prefill.language_engine.landing
+        control = [answer.token_ids for answer in await cluster.generate_many(others)]
+        cluster.clear_language_caches()
+        await until_idle(cluster.workers)
+        memory = poison_what_is_freed(prefill, monkeypatch)
+        with monkeypatch.context() as patched:
+            held = hold_the_pass(supply._engine, patched) if where == "in the pass" else hold_the_copy(patched)
+            leaving = asyncio.create_task(read(cluster, victim))
+            try:
+                await held.is_reached()
+                leaving.cancel()
+                await asyncio.gather(leaving, return_exceptions=True)
+                async with asyncio.timeout(10):
+                    while not _is_given_up(landing, is_waited_for=where == "in the copy"):  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                for _ in range(2):
+                    again = [answer.token_ids for answer in await cluster.generate_many(others, concurrency=3)]
+                    assert again == control
+                    cluster.clear_language_caches()
+                assert _is_given_up(landing, is_waited_for=where == "in the copy")
+            finally:
+                held.go_on.set()
+        await until_idle(cluster.workers)
+        cluster.clear_language_caches()
+        assert landing.counts_bytes()["free"] == memory.size
+        assert (memory == POISON).all(), "written after it was given back"
+        after = [answer.token_ids for answer in await cluster.generate_many([*others, victim], concurrency=2)]
+        assert after[:-1] == control
+        del memory
+
+
+def _is_given_up(landing: LandingTable, *, is_waited_for: bool) -> bool:
+    """The attempt has ended at prefill, and its slot rests until its writer has, or is free already."""
+    counts = landing.counts_bytes()
+    return counts["owned"] == 0 and bool(counts["quarantined"]) == is_waited_for
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_one_pass_writes_to_two_receivers_but_not_to_one_that_has_left(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ask for the same picture. The second leaves while the pass copies to the first and has both on its list."""
+    torch.set_num_threads(1)
+    first, second = asked(4), asked(4)
+    async with InProcessCluster(DEMO_DIR, "e-p-d", num_prefills=2, landing_bytes=1 << 20) as cluster:
+        supply = worker_with(cluster, "supply").supply
+        prefills = [worker for worker in cluster.workers if worker.landing is not None]
+        assert supply is not None and len(prefills) == 2
+        control = await read(cluster, first)
+        cluster.clear_caches()
+        await until_idle(cluster.workers)
+        memories = [poison_what_is_freed(prefill, monkeypatch) for prefill in prefills]
+        before, size = moved_bytes("shm"), cluster.plan(first).items[0].num_tokens * supply.row_bytes
+        with monkeypatch.context() as patched:
+            in_pass, in_copy = hold_the_pass(supply._engine, patched), hold_the_copy(patched)
+            try:
+                staying = asyncio.create_task(read(cluster, first))
+                await in_pass.is_reached()
+                leaving = asyncio.create_task(read(cluster, second))
+                (flight,) = supply._flights.values()
+                async with asyncio.timeout(20):
+                    while len(flight.waiting) < 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0.005)
+                in_pass.go_on.set()
+                await in_copy.is_reached()
+                if leaves:
+                    leaving.cancel()
+                    async with asyncio.timeout(10):
+                        while sum(map(held_bytes, prefills)) >= 2 * size:  # noqa: ASYNC110
+                            await asyncio.sleep(0.005)
+            finally:
+                in_pass.go_on.set()
+                in_copy.go_on.set()
+        assert await staying == control
+        if not leaves:
+            assert await leaving == control
+        assert moved_bytes("shm") - before == size * (1 if leaves else 2)
+        await until_idle(cluster.workers)
+        cluster.clear_language_caches()
+        assert all((memory == POISON).all() for memory in memories), "written after it was given back"
+        del memories
+
+
+def held_bytes(prefill: Worker) -> int:
+    assert prefill.language_engine is not None
+    counts = prefill.language_engine.landing.counts_bytes()
+    return counts["owned"] + counts["quarantined"]
