@@ -74,6 +74,7 @@ _WORKERS = {
 }
 _VISION = {
     "embedding_cache_bytes",
+    "embedding_in_flight_bytes",
     "max_batch_items",
     "max_batch_patches",
     "media_cpu_s",

@@ -18,7 +18,17 @@ STAGES = ("router", "encoder", "prefill", "decode")
 # stage -> the events it may record
 EVENTS: dict[str, tuple[str, ...]] = {
     "router": ("parse", "plan", "queue", "dispatch", "first_token", "finish"),
-    "encoder": ("slot_wait", "fetch", "preprocess", "encode", "write", "cache_hit", "radix_hit", "landed_hit"),
+    "encoder": (
+        "slot_wait",
+        "in_flight_wait",
+        "fetch",
+        "preprocess",
+        "encode",
+        "write",
+        "cache_hit",
+        "radix_hit",
+        "landed_hit",
+    ),
     "prefill": ("queue", "bind", "embedding_wait", "chunk", "first_token", "kv_write", "kv_commit"),
     "decode": ("grant", "kv_wait", "first_step", "retracted", "finish"),
 }

@@ -137,6 +137,12 @@ STEP_TOKENS = Histogram(
 EMBEDDING_TRANSFER_BYTES = Counter(
     "triptych_embedding_transfer_bytes_total", "Bytes of embeddings written to a landing arena", ("transport",)
 )
+EMBEDDING_IN_FLIGHT_BYTES = Gauge(
+    "triptych_embedding_in_flight_bytes", "Bytes of embeddings on their way to prefill workers and not acknowledged"
+)
+EMBEDDING_PARKED_ITEMS = Gauge(
+    "triptych_embedding_parked_items", "Pictures with a slot that wait until their prefill worker acknowledges others"
+)
 KV_TRANSFER_BYTES = Counter("triptych_kv_transfer_bytes_total", "Bytes of KV written to a decode pool", ("transport",))
 KV_HELD_PAGES = Counter(
     "triptych_kv_held_pages_total", "KV pages of prompts that a decode worker held already and that were not sent"

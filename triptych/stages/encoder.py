@@ -203,6 +203,20 @@ class _EncodeRun:
             event = "radix_hit" if slot.source is EmbeddingSource.RADIX else "landed_hit"
             self._timeline.add(event, start_ns, source=slot.source, item_index=index)
             return self._item_done(index, slot.source, 0)
+        await self._enter_flight(link, index, slot)
+        try:
+            return await self._deliver(link, index, item, slot)
+        finally:
+            link.in_flight.leave(slot.num_bytes)
+
+    async def _enter_flight(self, link: EmbeddingLink, index: int, slot: SlotGrant) -> None:
+        start_ns = self._stage._clock.monotonic_ns()
+        with needs_receiver():
+            had_to_wait = await link.in_flight.enter(slot.num_bytes)
+        if had_to_wait:
+            self._timeline.add("in_flight_wait", start_ns, item_index=index)
+
+    async def _deliver(self, link: EmbeddingLink, index: int, item: Item, slot: SlotGrant) -> pb.EncodeResponse:
         writer = link.slot_writer(slot)
         rows, source = await self._stage._supply.get(
             item, index, lambda: self._fetch(index, item), self._timeline, writer

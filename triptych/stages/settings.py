@@ -10,6 +10,7 @@ from triptych.core.failpoints import parse_failpoints
 from triptych.core.kv_format import MAX_PAGE_TOKENS
 from triptych.core.tls_files import TlsSettings
 from triptych.obs.log import LEVELS
+from triptych.transport.in_flight import DEFAULT_IN_FLIGHT_BYTES
 from triptych.transport.names import TRANSPORT_CHOICES
 
 # More than any machine has, and less than what overflows on the way to the system.
@@ -62,6 +63,15 @@ class VisionSettings:
     """What an encoder adds."""
 
     embedding_cache_bytes: int = field(default=256 << 20, metadata={"help": "embedding cache, in bytes", "min": 0})
+    embedding_in_flight_bytes: int = field(
+        default=DEFAULT_IN_FLIGHT_BYTES,
+        metadata={
+            "help": "embeddings on their way to one prefill worker and not yet acknowledged, in bytes; what is beyond"
+            " waits for that worker and for no other",
+            "min": 1,
+            "max": _MAX_BYTES,
+        },
+    )
     max_batch_patches: int = field(
         default=0, metadata={"help": "patches in one vision pass; 0: 16384 on a GPU, 1024 on a CPU", "min": 0}
     )

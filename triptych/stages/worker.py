@@ -209,6 +209,7 @@ class Worker:
             self._transports, data_port = await open_data_port(self._plan.common, self._exit)
         self._choose_driver(compute)
         endpoint, self._kv = Endpoint(self.ref, host_id(), self._transports), self._kv_terms(compute)
+        vision = self._plan.vision or VisionSettings()
         pool = self.link_pool = LinkPool(
             endpoint,
             partial(transfer_stub, channels),
@@ -217,6 +218,7 @@ class Worker:
             new_keys=_no_keys if self._tls is None else CurveKeys.make,
             driver=self._driver,
             kv=self._kv,
+            in_flight_bytes=vision.embedding_in_flight_bytes,
         )
         language, kv = self._plan.language, adapter.kv_shape
         links = self._links = RegistryLinks(

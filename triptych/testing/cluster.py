@@ -121,6 +121,7 @@ class InProcessCluster:
         tls: TlsFiles | None = None,
         driver_of: Callable[[str], Driver | None] = lambda _: None,
         poison_freed: bool = True,
+        in_flight_bytes: int | None = None,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
@@ -129,6 +130,9 @@ class InProcessCluster:
         self._transport = transport or "auto"
         self._tls = tls
         self._driver_of = driver_of
+        self._vision = VisionSettings()
+        if in_flight_bytes is not None:
+            self._vision = VisionSettings(embedding_in_flight_bytes=in_flight_bytes)
         self._language: dict[str, Any] = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
@@ -243,7 +247,7 @@ class InProcessCluster:
         return [self._plan_of(name, kind.roles) for name, kind in names.items()]
 
     def _plan_of(self, worker_id: str, roles: frozenset[Role]) -> WorkerPlan:
-        vision, language = VisionSettings(), LanguageSettings(**self._language)
+        vision, language = self._vision, LanguageSettings(**self._language)
         return WorkerPlan(
             self._common(worker_id),
             vision=vision if Role.ENCODER in roles else None,

@@ -27,6 +27,8 @@ _GAUGES = (
     metrics.DECODE_RETRACTED,
     metrics.HOST_POOL_BYTES,
     metrics.OPEN_CIRCUITS,
+    metrics.EMBEDDING_IN_FLIGHT_BYTES,
+    metrics.EMBEDDING_PARKED_ITEMS,
     *(metrics.KV_PAGES.labels(state) for state in ("owned", "leased", "quarantined")),
     *(metrics.LANDING_BYTES.labels(state) for state in ("owned", "quarantined")),
 )

@@ -11,6 +11,7 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.kv_format import KvTerms, PageFormat
 from triptych.transport.carrier import Carrier, MemoryCarrier
 from triptych.transport.dispatch import carry_out, peer_lost
+from triptych.transport.in_flight import InFlightLimit
 from triptych.transport.link import AskingLink, deadline
 from triptych.transport.names import INPROC
 from triptych.transport.receiver import Receivers
@@ -32,8 +33,9 @@ class InprocLink(AskingLink):
         kind: ArenaKind,
         layout_fingerprint: bytes,
         kv: KvTerms | None = None,
+        in_flight: InFlightLimit | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(in_flight)
         arena = receivers.arena(kind)
         if arena is None or arena.layout_fingerprint != layout_fingerprint:
             raise TransferRefused("this process has no arena of that kind and layout")
@@ -59,6 +61,7 @@ class InprocLink(AskingLink):
     async def close(self) -> None:
         if self.closed.is_set():
             return
+        self.in_flight.close(OVER)
         await self._end_slots()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         self.closed.set()

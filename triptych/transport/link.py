@@ -18,6 +18,7 @@ from triptych.faults import points
 from triptych.obs import metrics
 from triptych.transport.carrier import Carrier, PageWriter, WriterEvents
 from triptych.transport.circuit import out_of_time
+from triptych.transport.in_flight import InFlightLimit
 from triptych.transport.pages import PageSource
 from triptych.transport.slot_writer import SlotWriter, count_written
 from triptych.transport.types import (
@@ -74,6 +75,11 @@ class EmbeddingLink(Link, Protocol):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SlotGrant | HaveIt:
         """Waits for room. Cancelled or late, it aborts `ref` at the receiver, so nothing leaks."""
+        ...
+
+    @property
+    def in_flight(self) -> InFlightLimit:
+        """Whoever has a slot enters with its bytes, before anything is done for it, and leaves after its commit."""
         ...
 
     def slot_writer(self, grant: SlotGrant) -> SlotWriter | None:
@@ -138,8 +144,9 @@ class AskingLink(ABC):
     Owns the writers of slots and of pages that were granted and neither committed nor given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_flight: InFlightLimit | None = None) -> None:
         self.closed = asyncio.Event()
+        self.in_flight = in_flight or InFlightLimit()
         self._slot_writers: dict[int, tuple[AttemptRef, SlotWriter]] = {}
         self._aborting: set[asyncio.Task[None]] = set()
         self._tickets: dict[str, int] = {}

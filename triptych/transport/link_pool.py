@@ -19,6 +19,7 @@ from triptych.transport.circuit import Circuits, out_of_time
 from triptych.transport.curve import CurveKeys
 from triptych.transport.device import Driver
 from triptych.transport.device_arena import DeviceImports
+from triptych.transport.in_flight import DEFAULT_IN_FLIGHT_BYTES, InFlightLimit
 from triptych.transport.inproc import InprocLink
 from triptych.transport.link import EmbeddingLink, KvLink
 from triptych.transport.names import INPROC
@@ -45,6 +46,7 @@ class LinkPool:
         new_keys: makes each link its keys, where what goes by TCP must be encrypted.
         driver: of the device that this process computes on, when `me` offers `cuda_ipc`.
         kv: how the pages lie that this process sends from; without it there are no links for KV.
+        in_flight_bytes: of embeddings, on their way to one receiver at a time.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class LinkPool:
         new_keys: Callable[[], CurveKeys | None] = lambda: None,
         driver: Driver | None = None,
         kv: KvTerms | None = None,
+        in_flight_bytes: int = DEFAULT_IN_FLIGHT_BYTES,
     ) -> None:
         self._me = me
         self._kv = kv
+        self._in_flight_bytes = in_flight_bytes
         self._new_keys = new_keys
         self._strict = strict
         self._sockets = DataSockets()
@@ -115,14 +119,15 @@ class LinkPool:
         return link
 
     async def _connected(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes) -> AnyLink:
+        terms, in_flight = self._terms(kind), InFlightLimit(self._in_flight_bytes)
         if choose_transport(self._me, Endpoint.of(receiver)) == INPROC:
-            return InprocLink(self._me.ref, self._receivers, kind, layout, self._terms(kind))
+            return InprocLink(self._me.ref, self._receivers, kind, layout, terms, in_flight)
         offered = tuple(transport for transport in self._me.transports if transport != INPROC)
         peer = receiver.ref
         events = PeerEvents(partial(self._circuits.answered, peer), partial(self._circuits.failed, peer))
         while True:
             me = replace(self._me, transports=offered)
-            link = ReceiverLink(me, peer, kind, layout, self._terms(kind), events)
+            link = ReceiverLink(me, peer, kind, layout, terms, events, in_flight)
             try:
                 with self._tried(peer):
                     await link.connect(self._stub_of(receiver), self._ways(receiver))

@@ -20,6 +20,7 @@ from triptych.rpc.errors import error_from_rpc
 from triptych.transport import frames
 from triptych.transport.carrier import Carrier
 from triptych.transport.circuit import out_of_time
+from triptych.transport.in_flight import InFlightLimit
 from triptych.transport.link import AskingLink, deadline
 from triptych.transport.session import MAX_OUTSTANDING, Answered, SenderSession
 from triptych.transport.types import (
@@ -80,8 +81,9 @@ class ReceiverLink(AskingLink):
         layout_fingerprint: bytes,
         kv: KvTerms | None = None,
         events: PeerEvents | None = None,
+        in_flight: InFlightLimit | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(in_flight)
         self._events = events or PeerEvents()
         self._session = SenderSession(me, receiver, kind, layout_fingerprint, kv)
         self._page_format: PageFormat | None = None
@@ -220,6 +222,7 @@ class ReceiverLink(AskingLink):
         for future in waiting.values():
             if not future.done():
                 future.set_exception(PeerLost(OVER))
+        self.in_flight.close(OVER)
         self._revoke_slots(None)  # one that is being written keeps the mapping until it has been
         if self._bytes is not None:
             self._bytes.close()  # before the writers are dropped, so that they can say what happened
@@ -237,6 +240,7 @@ class ReceiverLink(AskingLink):
             raise WayBlocked(welcome.transport, error) from error
 
     def _peer_failed(self, reason: str) -> None:
+        self.in_flight.turn_away("a worker takes no data just now")  # nobody is to find it out once more
         self._events.failed(reason)
 
     def _way_broke(self, error: TriptychError) -> None:
