@@ -16,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from services.router import calls
+from services.router.breakers import Breakers
 from services.router.calls import (
     Admitted,
     DecodeEvent,
@@ -103,7 +104,8 @@ class Admission:
 class Attempt:
     """Owns the calls of one try; all of them have ended when `run` returns or raises.
 
-    `failed_workers` names the workers whose calls failed, for the next try to avoid. Those at `home` are asked first.
+    `failed_workers` names the workers whose calls failed, for the next try to avoid, `lost_workers` those of them that
+    had begun with it and were gone at once, `used_workers` all that have had it. Those at `home` are asked first.
     """
 
     def __init__(
@@ -117,8 +119,12 @@ class Attempt:
         timeline: Timeline,
         progress: Progress,
         emit: Callable[[int, Iterable[Token]], None],
+        breakers: Breakers,
     ) -> None:
         self.failed_workers: set[str] = set()
+        self.lost_workers: set[str] = set()
+        self.used_workers: set[str] = set()
+        self._breakers = breakers
         self._job = job
         self._view = view
         self._channels = channels
@@ -170,7 +176,7 @@ class Attempt:
         self._timeline.add("queue", start_ns)
         if self._job.ref.attempt == 0 and is_first_choice:
             metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
-        self._progress.add_worker(Role.DECODE, admission.call.worker)
+        self._use(Role.DECODE, admission.call.worker)
         self._progress.served_by = Home(admission.path.decode.ref, admission.path.prefill.ref)
         try:
             yield admission
@@ -179,7 +185,7 @@ class Attempt:
             self._queue.room_may_be_free()
 
     def _line(self) -> Callable[[Callable[[], Awaitable[Admission | None]]], Awaitable[Admission]]:
-        if self._job.plan.num_retractions:
+        if self._job.plan.is_replay:
             return self._queue.admit_again
         return self._queue.admit if self._job.ref.choice == 0 else self._queue.admit_further
 
@@ -203,6 +209,7 @@ class Attempt:
         raise refusal
 
     async def _ask_worker(self, path: Path) -> Admission:
+        self._breakers.asked(path.decode.worker_id)
         call = GenerateCall(
             self._channels, path.decode, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
         )
@@ -216,7 +223,7 @@ class Attempt:
 
     async def _follow_prefill(self, group: asyncio.TaskGroup, admission: Admission) -> None:
         path, job = admission.path, self._job
-        self._progress.add_worker(Role.PREFILL, path.prefill)
+        self._use(Role.PREFILL, path.prefill)
         events = calls.prefill_events(
             self._channels, path.prefill, job.ref, job.plan_now(), admission.grant, timeout_s=job.remaining_s()
         )
@@ -228,7 +235,7 @@ class Attempt:
     def _on_prefill(self, group: asyncio.TaskGroup, path: Path, event: PrefillEvent) -> None:
         match event:
             case Admitted():
-                if not self._job.plan.num_retractions:  # what a replay finds says nothing of what the caller asked
+                if not self._job.plan.is_replay:  # what a replay finds says nothing of what the caller asked
                     self._progress.cached_tokens = event.cached_tokens
             case NeedItems():
                 self._dispatch_again(group, path, event.indices)
@@ -274,7 +281,7 @@ class Attempt:
             self._encodes.add(group.create_task(self._encode(worker, path.prefill, share)))
 
     async def _encode(self, worker: WorkerInfo, prefill: WorkerInfo, share: Mapping[int, Item]) -> None:
-        self._progress.add_worker(Role.ENCODER, worker)
+        self._use(Role.ENCODER, worker)
         media = {index: self._job.media[index] for index in share}
         plan = self._job.plan
         job = calls.EncodeJob(self._job.ref, prefill, share, media, plan.model_fingerprint, plan.cache_salt)
@@ -286,6 +293,11 @@ class Attempt:
                 raise
         else:
             self._progress.timeline.extend(done.timeline)
+
+    def _use(self, role: Role, worker: WorkerInfo) -> None:
+        self._progress.add_worker(role, worker)
+        self.used_workers.add(worker.worker_id)
+        self._breakers.asked(worker.worker_id)
 
     def _is_needless(self, error: TriptychError) -> bool:
         """Whether prefill has gone on without what an encoder failed to deliver.
@@ -304,4 +316,6 @@ class Attempt:
             if error.retriable and not isinstance(error, Retracted):
                 failed = receiver if receiver is not None and isinstance(error, ReceiverLost) else worker
                 self.failed_workers.add(failed.worker_id)
+            if isinstance(error, calls.CutOff):
+                self.lost_workers.add(worker.worker_id)
             raise

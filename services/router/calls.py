@@ -81,6 +81,10 @@ class StageDone:
     usage: Usage | None = None
 
 
+class CutOff(PeerLost):
+    """A worker that had answered this call is gone: its process, its host or the way there."""
+
+
 DecodeEvent = Granted | Tokens | Retracted | StageDone
 PrefillEvent = Admitted | NeedItems | Tokens | StageDone
 
@@ -94,10 +98,11 @@ class GenerateCall:
         self.worker = worker
         request = decode_pb2.GenerateRequest(ref=convert.ref_to_proto(ref), plan=convert.plan_to_proto(plan))
         self._call = client.decode_stub(channels, worker).Generate(request, timeout=timeout_s)
+        self._messages = _Messages(self._call)
 
     async def granted(self) -> Grant:
         """The first message. Raises NoRoom, RequestTooLarge, PeerLost and whatever else the worker says."""
-        first = await _next(self._call, _decode_event)
+        first = await self._messages.next(_decode_event)
         if not isinstance(first, Granted):
             raise TriptychError("a decode worker answered without a grant")
         return first.grant
@@ -105,7 +110,7 @@ class GenerateCall:
     async def events(self) -> AsyncGenerator[DecodeEvent, None]:
         """What follows the grant. Raises PeerLost when the stream breaks off."""
         while True:
-            event = await _next(self._call, _decode_event)
+            event = await self._messages.next(_decode_event)
             yield event
             if isinstance(event, StageDone):
                 return
@@ -122,9 +127,10 @@ async def prefill_events(
         ref=convert.ref_to_proto(ref), plan=convert.plan_to_proto(plan), grant=convert.grant_to_proto(grant)
     )
     call = client.prefill_stub(channels, worker).Prefill(request, timeout=timeout_s)
+    messages = _Messages(call)
     try:
         while True:
-            event = await _next(call, _prefill_event)
+            event = await messages.next(_prefill_event)
             yield event
             if isinstance(event, StageDone):
                 return
@@ -148,10 +154,11 @@ async def encode(channels: ChannelPool, worker: WorkerInfo, job: EncodeJob, time
     """Encoder.Encode: sends the bytes that the encoder asks for. Returns when all items have landed at prefill."""
     # Without a request iterator, which the stub's type knows nothing of: requests are written one by one.
     call = cast(Any, client.encoder_stub(channels, worker)).Encode(timeout=timeout_s)
+    messages = _Messages(call)
     try:
         await _write(call, encoder_pb2.EncodeRequest(start=_encode_start(job, timeout_s)))
         while True:
-            message = await _next_message(call)
+            message = await messages.next_message()
             match message.WhichOneof("kind"):
                 case "need_bytes":
                     await _send_media(call, job, message.need_bytes.item_index)
@@ -194,20 +201,35 @@ async def _write(call: Any, message: object) -> None:
         return  # The call has ended already: the next read says why.
 
 
-async def _next_message(call: Any) -> Any:
-    """The next message of a call that must not end yet."""
-    with _peer_errors():
-        message = await call.read()
-    if message is EOF:
-        # An OK status here is the peer's fault too: it left out its last message.
-        raise PeerLost("a worker ended a call too early")
-    return message
+class _Messages:
+    """What a worker sends on a call that must not end yet."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._has_answered = False
+
+    async def next(self, translate: Callable[[Any], Value]) -> Value:
+        message = await self.next_message()
+        with _distrusted():
+            return translate(message)
+
+    async def next_message(self) -> Any:
+        try:
+            with _peer_errors():
+                message = await self._call.read()
+        except _BrokenOff as error:
+            if self._has_answered:
+                raise CutOff(error.message) from None
+            raise
+        if message is EOF:
+            # An OK status here is the peer's fault too: it left out its last message.
+            raise PeerLost("a worker ended a call too early")
+        self._has_answered = True
+        return message
 
 
-async def _next(call: Any, translate: Callable[[Any], Value]) -> Value:
-    message = await _next_message(call)
-    with _distrusted():
-        return translate(message)
+class _BrokenOff(PeerLost):
+    """A call ended without a word of the worker."""
 
 
 @contextmanager
@@ -239,7 +261,7 @@ def _peer_error(error: grpc.aio.AioRpcError) -> TriptychError:
     """The worker's error; trouble between us and the worker is not the caller's to mend."""
     if error.code() in _BROKEN_OFF and not _has_detail(error):
         _log.debug("a call broke off", extra={"status": error.code().name, "reason": error.details()})
-        return PeerLost("the connection to a worker was lost")
+        return _BrokenOff("the connection to a worker was lost")
     found = error_from_rpc(error)
     if isinstance(found, (Unauthenticated, StartupError)):
         return TriptychError("a worker refused the router; its log has the reason")

@@ -1,7 +1,7 @@
-"""From a plan to the tokens of its answer: one deadline, one retry of what has sent nothing yet, replays of what lost
-its place under pressure, and nothing left running behind.
+"""From a plan to the tokens of its answer: one deadline, replays of what lost its place or its worker, with the tokens
+that are out, and nothing left running behind.
 
-DESIGN, section 1, is what happens here; `attempt.py` is one pass through it.
+DESIGN, section 1, is what happens here; `attempt.py` is one pass through it, `tries.py` says how many there are.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ import asyncio
 import itertools
 import logging
 import math
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.router.attempt import Attempt, Job, Progress
+from services.router.breakers import Breakers
 from services.router.homes import Home, Homes
 from services.router.placement import ClusterView
 from services.router.queue import AdmissionQueue
 from services.router.tasks import owned_task
 from services.router.token_order import TokenOrder
+from services.router.tries import RetryBudget, Tries, end_of
 from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, AttemptError, DeadlineExceeded, NoRoom, Retracted, TriptychError, Unavailable
 from triptych.core.ids import AttemptRef
-from triptych.core.plan import MAX_RETRACTIONS, FinishReason, Plan, Token, Usage
+from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline, TimelineEvent
 from triptych.core.worker import Role, WorkerInfo
 from triptych.obs import metrics
 from triptych.rpc.client import ChannelPool
 
-MAX_ATTEMPTS = 2
 WORKER_ID = "router"
 
 _log = logging.getLogger(__name__)
@@ -130,6 +132,8 @@ class Pipeline:
         self._clock = clock
         self._turns = itertools.count()
         self._homes = Homes()
+        self._budget = RetryBudget()
+        self._breakers = Breakers(lambda: clock.monotonic_ns() / 1e9)
 
     @asynccontextmanager
     async def answer(
@@ -186,45 +190,61 @@ class Pipeline:
 
     async def _try_until_done(self, answer: Answer, job: Job) -> FinishReason:
         avoided: frozenset[str] = frozenset()
-        num_failures, num_retractions = 0, 0
+        self._budget.answer_begins()
+        tries = Tries(self._budget)
         for number in itertools.count():
             _check_wanted(answer, job)
             ref = AttemptRef(job.ref.request_id, job.ref.choice, number)
-            plan = _taken_up_again(job.plan, answer, num_retractions) if num_retractions else job.plan
+            plan = _taken_up_again(job.plan, answer, tries.num_retractions)
             attempt = self._new_attempt(answer, Job(ref, plan, job.media, job.deadline_s), avoided)
             try:
-                return _checked(answer, await attempt.run())
-            except Retracted as error:
-                num_retractions += 1
-                if num_retractions > MAX_RETRACTIONS:
-                    raise Unavailable("there was too little memory for the answer to go on; try again later") from error
+                reason = _checked(answer, await attempt.run())
+            except Retracted:
+                tries.retracted()
                 _log.info("an answer is replayed", extra={"request_id": ref.request_id, "num_tokens": len(answer.ids)})
             except (AttemptError, Unavailable) as error:
-                num_failures += 1
-                has_begun = answer.order.emitted > len(plan.answer_ids)
-                if num_failures >= MAX_ATTEMPTS or has_begun or not attempt.failed_workers:
-                    raise
+                self._breakers.failed(attempt.failed_workers)
+                if (over := end_of(plan, answer.ids)) is not None:
+                    return over
+                tries.failed(error, attempt.failed_workers, attempt.lost_workers)
                 avoided |= attempt.failed_workers
+                self._note_failure(answer, attempt, error, ref)
+                await asyncio.sleep(tries.pause_s(random.random()))
                 self._registry.refresh()
-                failed = ",".join(sorted(attempt.failed_workers))
-                _log.warning(
-                    "an attempt failed and is repeated",
-                    extra={"request_id": ref.request_id, "code": error.code, "failed_workers": failed},
-                )
+            else:
+                self._breakers.served(attempt.used_workers - attempt.failed_workers)
+                return reason
         raise AssertionError("unreachable")
+
+    def _note_failure(self, answer: Answer, attempt: Attempt, error: TriptychError, ref: AttemptRef) -> None:
+        metrics.ROUTER_REPLAYS.labels("mid_answer" if answer.ids else "before_answer").inc()
+        failed = ",".join(sorted(attempt.failed_workers))
+        _log.warning(
+            "an attempt failed and is repeated",
+            extra={
+                "request_id": ref.request_id,
+                "code": error.code,
+                "failed_workers": failed,
+                "num_tokens": len(answer.ids),
+            },
+        )
 
     def _new_attempt(self, answer: Answer, job: Job, avoided: frozenset[str]) -> Attempt:
         number = job.ref.attempt
         answer.order.begin(number)
         answer.timeline.attempt = number
-        if not job.plan.num_retractions:
+        answer.progress.reported_tokens = None
+        if not job.plan.is_replay:
             answer.progress.workers.clear()
             answer.progress.cached_tokens = 0
-            if number > 0:
-                answer.turn = next(self._turns)
+        if number > 0 and not job.plan.num_retractions:
+            answer.turn = next(self._turns)
 
         def view(failed: frozenset[str]) -> ClusterView:
-            return ClusterView.of(self._registry.workers(), job.plan.model_fingerprint, avoided | failed)
+            workers = self._registry.workers()
+            self._breakers.keep(worker.worker_id for worker in workers)
+            left_alone = avoided | failed | self._breakers.avoided()
+            return ClusterView.of(workers, job.plan.model_fingerprint, left_alone)
 
         return Attempt(
             job,
@@ -236,6 +256,7 @@ class Pipeline:
             answer.timeline,
             answer.progress,
             answer.emit,
+            self._breakers,
         )
 
 
@@ -249,8 +270,8 @@ def _check_wanted(answer: Answer, job: Job) -> None:
 
 
 def _taken_up_again(plan: Plan, answer: Answer, num_retractions: int) -> Plan:
-    """The plan of a replay. The tokens that it samples are those that would have come: randomness is a function of the
-    seed, the choice and the position, and the answer so far is part of what it reads."""
+    """The plan of the next try. The tokens that it samples are those that would have come: randomness is a function of
+    the seed, the choice and the position, and the answer so far is part of what it reads."""
     return replace(plan, answer_ids=tuple(answer.ids), num_retractions=num_retractions)
 
 

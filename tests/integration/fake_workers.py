@@ -13,7 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.router.pipeline import Pipeline
+import grpc
+
+from services.router.pipeline import Answer, Pipeline
 from services.router.queue import AdmissionQueue
 from triptych.core.clock import SystemClock
 from triptych.core.errors import TriptychError
@@ -40,6 +42,10 @@ CAPABILITY = bytes(16)
 Decode = Callable[["Call"], AsyncIterator[decode_pb2.GenerateResponse]]
 Prefill = Callable[["Call"], AsyncIterator[prefill_pb2.PrefillResponse]]
 Encode = Callable[["Call"], AsyncIterator[encoder_pb2.EncodeResponse]]
+
+
+class Gone(Exception):
+    """Raised in a script: what the router sees of a call whose worker was killed, or whose host is gone."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class Hub:
         self.kv: dict[tuple[str, int], asyncio.Event] = defaultdict(asyncio.Event)
         self.media: dict[bytes, bytes] = {}
         self.changed = asyncio.Condition()
+        self.answer: Answer | None = None
 
     def calls_to(self, role: Role) -> list[Call]:
         kinds = {
@@ -93,6 +100,13 @@ class Hub:
 
     async def until_all_ended(self) -> None:
         await self._until(lambda: all(call.outcome != "running" for call in self.calls))
+
+    async def until_out(self, count: int) -> None:
+        """Until the router has let so many tokens of `answer` through. Prefill's and decode's come by streams that know
+        nothing of each other: what is to follow the tokens has to wait for them."""
+        answer = self.answer
+        if answer is not None:
+            await self._until(lambda: answer.order.emitted >= count)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
@@ -255,6 +269,9 @@ class _Servicer:
         except TriptychError as error:
             call.outcome = error.code
             await abort_with(context, error)
+        except Gone:
+            call.outcome = "gone"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         except BaseException:
             call.outcome = "cancelled"
             raise

@@ -280,14 +280,6 @@ async def test_a_worker_that_shuts_down_is_a_loss(stage: str) -> None:
         assert await ask(pipeline, plan_of([b"x"]), [b"x"]) == expected(5)
 
 
-async def test_there_is_one_retry() -> None:
-    script = Script(prefill=lambda call: fake.failing(PeerLost("gone")))
-    async with running(script=script) as (cluster, pipeline):
-        with pytest.raises(PeerLost):
-            await ask(pipeline, plan_of())
-        assert len(cluster.hub.calls_to(Role.PREFILL)) == 2
-
-
 async def test_a_worker_that_does_not_answer_its_port_is_passed_over() -> None:
     async with running(("p-0", P), ("d-0", D), ("d-1", D)) as (cluster, pipeline):
         dead = next(index for index, info in enumerate(cluster.infos) if info.worker_id == "d-0")
@@ -371,21 +363,6 @@ async def test_a_mono_worker_serves_beside_the_others_and_sees_its_own_pictures_
         frozenset({"mono-0"}): 3,
         frozenset({"e-0", "p-0", "d-0"}): 3,
     }
-
-
-async def test_a_loss_after_the_first_token_is_a_typed_error() -> None:
-    async def decode(call: Call) -> AsyncIterator[Any]:
-        yield fake.grant(call.worker)
-        await call.hub.kv[call.key].wait()
-        yield fake.tokens(1)
-        await asyncio.sleep(0.1)
-        raise PeerLost("gone")
-
-    async with running(script=Script(decode)) as (cluster, pipeline), pipeline.answer(plan_of(), [], "r") as answer:
-        with pytest.raises(PeerLost):
-            await collect(answer)
-        assert answer.order.emitted == 2
-        assert len(cluster.hub.calls_to(Role.DECODE)) == 1
 
 
 async def test_lost_embeddings_are_dispatched_again() -> None:

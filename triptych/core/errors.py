@@ -2,6 +2,7 @@
 
     TriptychError
     ├── RequestError            the caller must change something      4xx
+    │   ├── RequestRefused      workers were lost over it             422
     │   ├── InvalidRequest      a parameter is wrong                  400
     │   ├── MediaInvalid        the media cannot be read              400
     │   ├── MediaMismatch       the media is not what it said it was  400
@@ -87,6 +88,11 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
     http_status = 404
     grpc_status = "NOT_FOUND"
+
+
+class RequestRefused(RequestError):
+    code = "request_refused"
+    http_status = 422
 
 
 class Unauthenticated(RequestError):

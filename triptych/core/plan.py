@@ -141,8 +141,8 @@ class Plan:
     """An immutable request. `timeout_s` is what was left of its time when it was sent to this stage. The lower its
     `priority`, the more urgent it is (`triptych.sched`).
 
-    A replay says how often the answer was retracted before, and which `answer_ids` are out already: they are prefilled
-    after the prompt, and the next token has the index after theirs.
+    A replay, of an answer that was retracted or whose worker was lost, says how often the former was, and which
+    `answer_ids` are out already: they are prefilled after the prompt, and the next token has the index after theirs.
     """
 
     compact_ids: tuple[int, ...]
@@ -159,6 +159,11 @@ class Plan:
     def num_prompt_tokens(self) -> int:
         placeholders = sum(len(item.ranges) for item in self.items)
         return len(self.compact_ids) - placeholders + sum(item.num_tokens for item in self.items)
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the answer was under way before."""
+        return bool(self.answer_ids or self.num_retractions)
 
     @property
     def num_known_tokens(self) -> int:

@@ -37,7 +37,7 @@ class Residency:
             # No retry helps while the pools are as they are, so it is the caller who hears what does.
             most = manager.num_usable * manager.page_tokens
             raise RequestTooLarge(
-                "the answer lost its place under memory pressure, and with what there is of it the prompt no longer "
+                "the answer lost its place or its worker, and with what there is of it the prompt no longer "
                 f"fits a prefill worker, which holds {most} tokens. Lower max_tokens to "
                 f"{most - sequence.num_prompt + 1} or give prefill workers a larger KV pool (--kv-pool-bytes)"
             )

@@ -62,6 +62,7 @@ REQUEST_SECONDS = Histogram(
     "From the arrival of a request to the end of its answer",
     buckets=around(0.01, 0.1, 30.0, 600.0),
 )
+ROUTER_REPLAYS = Counter("triptych_router_replays_total", "Answers given to other workers after a failure", ("when",))
 ROUTER_QUEUE_DEPTH = Gauge("triptych_router_queue_depth", "Requests that wait for room in the cluster")
 FOLLOW_UP_TURNS = Counter(
     "triptych_follow_up_turns_total",

@@ -46,13 +46,16 @@ class Circuit:
         self._pause_s = FIRST_PAUSE_S
         self._until_s = 0.0
 
+    def would_admit(self, now_s: float) -> bool:
+        """Whether somebody may try; changes nothing."""
+        return self.state is CircuitState.CLOSED or now_s >= self._until_s
+
     def admits(self, now_s: float) -> bool:
         """Whether the caller may try. After a pause that is the one probe, and the state HALF_OPEN."""
-        if self.state is CircuitState.CLOSED:
-            return True
-        if now_s < self._until_s:
+        if not self.would_admit(now_s):
             return False
-        self.state, self._until_s = CircuitState.HALF_OPEN, now_s + PROBE_TIMEOUT_S
+        if self.state is not CircuitState.CLOSED:
+            self.state, self._until_s = CircuitState.HALF_OPEN, now_s + PROBE_TIMEOUT_S
         return True
 
     def failed(self, now_s: float) -> None:
