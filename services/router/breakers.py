@@ -11,6 +11,7 @@ none. One try that fails avoids the worker for that answer alone; the circuit is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +20,8 @@ from triptych.obs import metrics
 from triptych.transport.circuit import Circuit, CircuitState
 
 NUM_FAILURES: Final = 3
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,22 +57,16 @@ class Breakers:
             record = self._records.setdefault(name, _Record())
             record.num_failures += 1
             if record.num_failures >= NUM_FAILURES and record.circuit.state is not CircuitState.OPEN:
-                if record.circuit.state is CircuitState.CLOSED:
-                    metrics.OPEN_CIRCUITS.inc()
                 record.circuit.failed(self._clock())
+                _log.warning("a worker fails again and again and is left alone for a while", extra={"worker": name})
                 metrics.CIRCUIT_OPENINGS.labels("failing").inc()
 
     def served(self, worker_ids: Iterable[str]) -> None:
         """They did their part of an answer."""
         for name in worker_ids:
-            self._forget(name)
+            self._records.pop(name, None)
 
     def keep(self, worker_ids: Iterable[str]) -> None:
         """Forgets all workers but those: what has left the cluster takes no memory."""
         for name in self._records.keys() - set(worker_ids):
-            self._forget(name)
-
-    def _forget(self, name: str) -> None:
-        record = self._records.pop(name, None)
-        if record is not None and record.circuit.state is not CircuitState.CLOSED:
-            metrics.OPEN_CIRCUITS.dec()
+            del self._records[name]
