@@ -19,6 +19,7 @@ from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.stages import landing as stages_landing
 from triptych.transport import landings, servicer
 from triptych.transport.landings import LandingSession
+from triptych.transport.nixl_arena import Exposure, WrittenPages
 from triptych.transport.servicer import Conversation
 from triptych.transport.types import ArenaKind, BindAsked, SlotAsked
 
@@ -34,6 +35,12 @@ def hurried(patch: Patch) -> None:
     patch.setattr(landings, "STALLED_S", 0)
     patch.setattr(servicer, "MAPPING_POLL_S", 0)
     patch.setattr(servicer, "MAPPING_POLL_MAX_S", 0)
+    patch.setattr(asyncio, "to_thread", at_once)
+
+
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    """In the place of another thread."""
+    return work(*arguments)
 
 
 class TransferMachine(RuleBasedStateMachine):
@@ -133,7 +140,7 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(pick=picks, start=cuts, num_bytes=cuts)
     def a_frame_comes_late(self, pick: int, start: int, num_bytes: int) -> None:
         held = self.held(pick)
-        if held is not None and held.line.way != "shm":
+        if held is not None and held.line.way == "zmq-tcp":
             held.line.send(held, start, held.data[start : start + num_bytes])
 
     @rule(pick=picks)
@@ -268,6 +275,16 @@ def _frames_are_not_counted(patch: Patch) -> None:
     patch.setattr(LandingSession, "complete", nothing)
 
 
+def _a_way_in_is_not_ended(patch: Patch) -> None:
+    """The farewell comes at once; what a lost sender writes over the network still arrives."""
+    patch.setattr(Exposure, "revoke", nothing)
+    patch.setattr(Exposure, "try_revoke", nothing)
+
+
+def _written_pages_are_not_looked_at(patch: Patch) -> None:
+    patch.setattr(WrittenPages, "check", nothing)
+
+
 PLANTED: dict[str, Callable[[Patch], None]] = {
     "slots are used again at once": FAULTS["slot quarantine skipped"].plant,
     "pages are used again at once": FAULTS["grant quarantine skipped"].plant,
@@ -275,6 +292,8 @@ PLANTED: dict[str, Callable[[Patch], None]] = {
     "a lost sender's mapping is not waited for": _a_mapping_is_not_waited_for,
     "checksums are not looked at": _checksums_are_not_looked_at,
     "frames are not counted": _frames_are_not_counted,
+    "a lost sender's way in is not ended": _a_way_in_is_not_ended,
+    "written pages are not looked at": _written_pages_are_not_looked_at,
 }
 
 

@@ -169,7 +169,7 @@ hellos = st.builds(
     st.sampled_from(["encoder-1", "", "bad name"]),
     st.sampled_from([0, 1, 2**64 - 1]),
     st.sampled_from(["host-1", "host-2", ""]),
-    st.lists(st.sampled_from(["shm", "inproc", "zmq-ipc", "zmq-tcp", "nixl", "?"]), max_size=20),
+    st.lists(st.sampled_from(["shm", "inproc", "zmq-ipc", "zmq-tcp", "nixl", "rdma", "?"]), max_size=20),
     st.sampled_from([0, 1, 2, 77]),
     st.sampled_from([LAYOUT, b"", b"x" * 32]),
     st.none()
@@ -245,6 +245,12 @@ def test_the_transport_is_the_best_that_both_can_do() -> None:
     assert choose_transport(Endpoint(SENDER.ref, "host-1", both), able) == "shm"
     assert choose_transport(Endpoint(SENDER.ref, "host-1", both[1:]), able) == "zmq-ipc"
     assert choose_transport(Endpoint(SENDER.ref, "host-2", both), able) == "zmq-tcp"
+    ladder = ("shm", "nixl", "zmq-ipc", "zmq-tcp")
+    with_nixl = Endpoint(RECEIVER.ref, "host-1", ("inproc", *ladder))
+    assert choose_transport(Endpoint(SENDER.ref, "host-1", ladder), with_nixl) == "shm"
+    assert choose_transport(Endpoint(SENDER.ref, "host-1", ladder[1:]), with_nixl) == "nixl"
+    assert choose_transport(Endpoint(SENDER.ref, "host-2", ladder), with_nixl) == "nixl"
+    assert choose_transport(Endpoint(SENDER.ref, "host-2", ladder), able) == "zmq-tcp"
     assert choose_transport(Endpoint(SENDER.ref, "", both), Endpoint(RECEIVER.ref, "", both)) == "zmq-tcp"
     for lonely in (
         Endpoint(SENDER.ref, "host-2", ("shm",)),

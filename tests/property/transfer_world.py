@@ -32,10 +32,13 @@ from triptych.kv.manager import CacheManager, SequencePages
 from triptych.kv.pages import PageLayout
 from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.poison import POISON_BYTE, poisoned_slots
+from triptych.testing.fake_nixl import FakeNetwork, FakeNixl
 from triptych.transport import frames
 from triptych.transport.data_frame import BadFrame, DataHeader, PayloadKind, pack, unpack
 from triptych.transport.landings import LandingSession
 from triptych.transport.layout import checksum64
+from triptych.transport.nixl_api import NixlError, NixlSource
+from triptych.transport.nixl_carrier import cut_runs, page_runs
 from triptych.transport.pages import scatter
 from triptych.transport.receiver import Receivers
 from triptych.transport.servicer import Conversation
@@ -63,7 +66,7 @@ NUM_PAGES, PAGE_TOKENS = 8, 4
 PAGES = PageLayout(num_planes=2, cell_bytes=16, format=PageFormat(PAGE_TOKENS, KvDtype.FLOAT32))
 LAYOUT = b"l" * 32
 RECEIVER = WorkerRef("receiver", 1)
-WAYS = ("shm", "zmq-tcp")
+WAYS = ("shm", "nixl", "zmq-tcp")
 TURNS = 25
 """Of the event loop, until everything that was asked has been carried out."""
 
@@ -211,14 +214,19 @@ class Line:
         self._asked: dict[int, Asked] = {}
         terms = KvTerms(PAGES.format) if kind is ArenaKind.KV else None
         self._sender = SenderSession(Endpoint(writer, "host", (way,)), RECEIVER, kind, LAYOUT, terms)
-        self._talk = Conversation(world.me, world.receivers, world.port, self._hear)  # type: ignore[arg-type]
+        nixl = FakeNixl(world.network)
+        self._talk = Conversation(world.me, world.receivers, world.port, self._hear, nixl)  # type: ignore[arg-type]
         self._life = asyncio.create_task(self._talk.live())
         self._welcomed = False
         self.mapping_id = 0
         self._key = b""
         greeted = self._talk.take(self._sender.hello())
         assert isinstance(greeted, Greeted) and greeted.transport == way
-        self._talk.welcome(greeted)
+        self._nixl: NixlSource | None = None
+        self._welcoming = asyncio.create_task(self._welcome(greeted))
+
+    async def _welcome(self, greeted: Greeted) -> None:
+        self._talk.welcome(greeted, await self._talk.expose(greeted))
 
     @property
     def is_linked(self) -> bool:
@@ -254,12 +262,28 @@ class Line:
 
     def write(self, held: Held, num_bytes: int) -> None:
         start, piece = held.num_sent, held.data[held.num_sent : held.num_sent + num_bytes]
-        if self.way != "shm":
+        if self.way == "zmq-tcp":
             self.send(held, start, piece)
+            held.num_sent += len(piece)
+        elif self.way == "nixl" and self.is_alive and not held.is_closed:
+            self.write_over_the_network(held, start, piece)
             held.num_sent += len(piece)
         elif self.is_mapped and not held.is_closed:
             self.world.write(held, start, piece)
             held.num_sent += len(piece)
+
+    def write_over_the_network(self, held: Held, start: int, piece: bytes) -> None:
+        """To where its former owner thinks that it may, as long as the receiver lets it in."""
+        assert self._nixl is not None
+        if isinstance(held.grant, SlotGrant):
+            runs = np.array([[held.grant.offset, held.grant.num_bytes]])
+        else:
+            cells = [page_runs(PAGES, NUM_PAGES, [page]) for page in held.pages]
+            runs = np.concatenate(cells)
+        self._nixl.staging[: len(piece)] = piece
+        with suppress(NixlError):
+            if piece:
+                self._nixl.write(0, cut_runs(runs, start, start + len(piece))).is_done()
 
     def send(self, held: Held, start: int, piece: bytes) -> None:
         """A frame, which finds its grant or not."""
@@ -302,6 +326,8 @@ class Line:
             self._welcomed, self.mapping_id, self._key = True, welcome.mapping_id, welcome.data.session_key
             if self.way == "shm":
                 self.world.mappings.living.add(self.mapping_id)
+            if welcome.nixl is not None:
+                self._nixl = FakeNixl(self.world.network).connect(welcome.nixl, self._sender.arena_bytes, ARENA_BYTES)
             return
         answered = self._sender.receive(frame)
         if answered is None or isinstance(answered.answer, TriptychError):
@@ -332,6 +358,7 @@ class World:
 
     mappings: Mappings = field(default_factory=Mappings)
     port: DataPort = field(default_factory=DataPort)
+    network: FakeNetwork = field(default_factory=FakeNetwork)
     lines: list[Line] = field(default_factory=list)
     own: list[Own] = field(default_factory=list)
     granted: dict[str, GrantRecord] = field(default_factory=dict)
@@ -470,4 +497,5 @@ class World:
         self.check()
         assert self.table.counts_bytes()["free"] == ARENA_BYTES, self.table.counts_bytes()
         assert self.manager.counts()["free"] == self.manager.num_usable, self.manager.counts()
+        assert not self.network.arenas and not self.network.violations
         assert len(self.kv.grants) == 0 and not self.port.sessions and not self.landing._admissions

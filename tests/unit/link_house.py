@@ -24,6 +24,7 @@ from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.kv.pages import PageLayout
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer
+from triptych.testing.fake_nixl import FakeNetwork, FakeNixl
 from triptych.testing.receivers import FakeEmbeddingReceiver, FakeKvReceiver
 from triptych.transport.carrier import WriterEvents
 from triptych.transport.curve import CurveKeys
@@ -47,7 +48,7 @@ REF = AttemptRef("req-1")
 FULL = AttemptRef("req-full")
 IDENTITY = b"i" * 32
 SENDER = Endpoint(WorkerRef("encoder-1", 11), host_id(), ("inproc", "shm"))
-TRANSPORTS = ("inproc", "shm", "zmq-ipc", "zmq-tcp")
+TRANSPORTS = ("inproc", "shm", "nixl", "zmq-ipc", "zmq-tcp")
 PAGES = PageLayout(num_planes=4, cell_bytes=16, format=PageFormat(2, KvDtype.FLOAT32))
 KV = KvTerms(PAGES.format)
 NO_SOCKETS = Ways(DataSockets(), "127.0.0.1")
@@ -95,9 +96,11 @@ class Host:
     server: RpcServer
     channels: ChannelPool
     data_port: DataPort
+    network: FakeNetwork
 
     def pool(self, me: Endpoint = SENDER, kv: KvTerms = KV) -> LinkPool:
-        return LinkPool(me, partial(transfer_stub, self.channels), Receivers(self.embedding, self.kv), kv=kv)
+        receivers = Receivers(self.embedding, self.kv)
+        return LinkPool(me, partial(transfer_stub, self.channels), receivers, kv=kv, nixl=FakeNixl(self.network))
 
 
 @asynccontextmanager
@@ -114,7 +117,8 @@ async def running(
     sockets = tempfile.TemporaryDirectory(prefix="triptych-test-")
     data_port = DataPort(data_host, 0, data_socket_path(Path(sockets.name), "prefill-1"), keys=keys)
     await data_port.open()
-    servicer = TransferServicer(me, Receivers(embedding, kv), data_port)
+    network = FakeNetwork()
+    servicer = TransferServicer(me, Receivers(embedding, kv), data_port, FakeNixl(network))
     server = RpcServer("127.0.0.1", 0, token=TOKEN)
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
     port = await server.start()
@@ -129,7 +133,7 @@ async def running(
     )
     channels = ChannelPool(TOKEN)
     try:
-        yield Host(info, embedding, kv, servicer, server, channels, data_port)
+        yield Host(info, embedding, kv, servicer, server, channels, data_port, network)
     finally:
         await channels.close()
         await servicer.close()
@@ -138,6 +142,7 @@ async def running(
         sockets.cleanup()
         for segment in segments:
             segment.close()
+        assert network.violations == [] and network.arenas == {}
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from triptych.core.errors import StartupError
 from triptych.transport.shm import SHM_DIRECTORY
 
 CHECKS = """python system packages gpu cores bfloat16 memory|shared memory|leftovers|runtime folder|files records
-open files|locked memory|clock inproc shm zmq cuda_ipc port grpc tls handover model weights tokenizer
+open files|locked memory|clock inproc shm zmq cuda_ipc nixl port grpc tls handover model weights tokenizer
 KV pool|landing|model size|memory fit|media memory"""
 FINDINGS = [ok("clock", "monotonic"), warn("port", "8000 is taken", "take another"), fail("shm", "no\nroom", "mend")]
 

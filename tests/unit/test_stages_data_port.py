@@ -43,6 +43,8 @@ def worker(runtime: Path, transport: str = "auto", *, strict: bool = False) -> W
         ("auto", ("inproc", "cuda_ipc", "shm", "zmq-ipc", "zmq-tcp"), True),
         ("cuda_ipc", ("inproc", "cuda_ipc"), False),
         ("shm", ("inproc", "shm"), False),
+        ("auto+nixl", ("inproc", "cuda_ipc", "shm", "nixl", "zmq-ipc", "zmq-tcp"), True),
+        ("nixl", ("inproc", "nixl"), False),
         ("zmq", ("inproc", "zmq-ipc", "zmq-tcp"), True),
         ("zmq-ipc", ("inproc", "zmq-ipc"), True),
         ("zmq-tcp", ("inproc", "zmq-tcp"), True),

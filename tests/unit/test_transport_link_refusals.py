@@ -74,7 +74,7 @@ async def test_too_large_for_the_arena_is_refused(link: AskingLink) -> None:
     [
         (ArenaKind.EMBEDDING, KV_LAYOUT, SENDER, TransferRefused),
         (ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, replace(SENDER, host_id="another"), TransferRefused),
-        (ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, replace(SENDER, transports=("nixl",)), TransferRefused),
+        (ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, replace(SENDER, transports=("pigeon",)), TransferRefused),
         (ArenaKind.EMBEDDING, b"short", SENDER, TriptychError),
         (ArenaKind.EMBEDDING, EMBEDDING_LAYOUT, replace(SENDER, ref=WorkerRef("bad name!", 1)), TriptychError),
     ],

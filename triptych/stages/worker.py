@@ -45,6 +45,7 @@ from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
 from triptych.stages.links import RegistryLinks, tend_peers
 from triptych.stages.media import media_limits
+from triptych.stages.nixl_library import offers_nixl, open_nixl, without_nixl
 from triptych.stages.poison import poisoned_slots
 from triptych.stages.prefill import PrefillParts, PrefillStage
 from triptych.stages.settings import LanguageSettings, VisionSettings, WorkerSettings
@@ -55,6 +56,7 @@ from triptych.transport.device_arena import DeviceArena
 from triptych.transport.layout import embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.names import SHM, TRANSPORT_CHOICES
+from triptych.transport.nixl_api import NixlDriver
 from triptych.transport.receiver import Receivers
 from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
@@ -132,7 +134,7 @@ class _Engine(Protocol):
 class Worker:
     """Owner of everything that one worker holds; `stop` gives it all back.
 
-    `driver` is for tests: a device that is none.
+    `driver` and `nixl` are for tests: a device and a network that are none.
     Raises StartupError from `start` when settings, model or machine cannot work.
     """
 
@@ -142,7 +144,9 @@ class Worker:
         observer: LogitsObserver | None = None,
         clock: Clock | None = None,
         driver: Driver | None = None,
+        nixl: NixlDriver | None = None,
     ) -> None:
+        self._nixl = nixl
         self._plan = plan
         self._observer = observer
         self._clock = clock or SystemClock()
@@ -208,6 +212,7 @@ class Worker:
         if self._plan.lands_embeddings_of_others or self._plan.lands_kv_of_others:
             self._transports, data_port = await open_data_port(self._plan.common, self._exit)
         self._choose_driver(compute)
+        await self._choose_nixl()
         endpoint, self._kv = Endpoint(self.ref, host_id(), self._transports), self._kv_terms(compute)
         vision = self._plan.vision or VisionSettings()
         pool = self.link_pool = LinkPool(
@@ -219,6 +224,7 @@ class Worker:
             driver=self._driver,
             kv=self._kv,
             in_flight_bytes=vision.embedding_in_flight_bytes,
+            nixl=self._nixl,
         )
         language, kv = self._plan.language, adapter.kv_shape
         links = self._links = RegistryLinks(
@@ -235,7 +241,7 @@ class Worker:
         if self._plan.vision is not None:
             await self._build_vision(adapter, compute, self._plan.vision, links)
         self._exit.push_async_callback(pool.close)
-        self._transfer = TransferServicer(endpoint, receivers, data_port)
+        self._transfer = TransferServicer(endpoint, receivers, data_port, self._nixl)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
 
     def _kv_terms(self, compute: ComputeChoice) -> KvTerms | None:
@@ -254,6 +260,14 @@ class Worker:
             self._driver = open_driver(self._plan.common, compute)
         if self._driver is None:
             self._transports = without_device(self._transports)
+
+    async def _choose_nixl(self) -> None:
+        if not offers_nixl(self._plan.common):
+            self._nixl = None
+        elif self._nixl is None:
+            self._nixl = await asyncio.to_thread(open_nixl, self._plan.common)
+        if self._nixl is None:
+            self._transports = without_nixl(self._transports)
 
     async def _build_vision(
         self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks

@@ -44,6 +44,7 @@ from triptych.stages.worker import Worker, WorkerPlan
 from triptych.text.messages import ChatMessage, ImagePart, TextPart
 from triptych.text.tokenizer import ChatTokenizer
 from triptych.transport.device import Driver
+from triptych.transport.nixl_api import NixlDriver
 
 Topology = str
 """`e-p-d`, `e-pd`, `p-d`, `mono`, or several joined by `+`; `core/topology.py` has them."""
@@ -98,8 +99,8 @@ class InProcessCluster:
     """Owner of its workers, a temporary runtime folder and the router's pipeline. An async context manager.
 
     The counts are those of `triptych up`: `num_prefills` also counts `pd` and `ep` workers. `driver_of` gives a worker,
-    by its id, a device that is none (`fake_device.py`). Unlike there, what is given back is poisoned
-    (`triptych/stages/poison.py`).
+    by its id, a device that is none (`fake_device.py`), `nixl` all of them a network (`fake_nixl.py`). Unlike there,
+    what is given back is poisoned (`triptych/stages/poison.py`).
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class InProcessCluster:
         driver_of: Callable[[str], Driver | None] = lambda _: None,
         poison_freed: bool = True,
         in_flight_bytes: int | None = None,
+        nixl: NixlDriver | None = None,
     ) -> None:
         self.adapter: Adapter = adapter_for(Path(model_dir))
         self._tap = LogitsTap() if capture_logits else None
@@ -133,6 +135,7 @@ class InProcessCluster:
         self._vision = VisionSettings()
         if in_flight_bytes is not None:
             self._vision = VisionSettings(embedding_in_flight_bytes=in_flight_bytes)
+        self._nixl = nixl
         self._language: dict[str, Any] = {
             "chunk_tokens": chunk_tokens,
             "kv_pool_bytes": kv_pool_bytes,
@@ -154,7 +157,7 @@ class InProcessCluster:
         folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="triptych-test-")))
         self._runtime = RuntimeFolder(folder / "run")
         for plan in self._plans():
-            worker = Worker(plan, observer=self._tap, driver=self._driver_of(plan.common.worker_id))
+            worker = Worker(plan, observer=self._tap, driver=self._driver_of(plan.common.worker_id), nixl=self._nixl)
             await worker.start()
             self.workers.append(worker)
             self._exit.push_async_callback(worker.stop)

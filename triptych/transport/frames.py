@@ -13,6 +13,7 @@ from triptych.rpc.errors import detail_from_error, error_from_detail
 from triptych.transport.data_frame import CURVE_KEY_BYTES, SESSION_KEY_BYTES
 from triptych.transport.device import HANDLE_BYTES, UUID_BYTES, DeviceAddress
 from triptych.transport.layout import FINGERPRINT_BYTES
+from triptych.transport.nixl_api import MAX_METADATA_BYTES, NixlAddress
 from triptych.transport.types import (
     AbortAsked,
     Acknowledged,
@@ -60,8 +61,8 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`, `device` for `cuda_ipc`; they are empty
-    for others. `pages` are how a KV pool is cut; None for embeddings."""
+    """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`, `device` for `cuda_ipc`, `nixl` for
+    `nixl`; they are empty for others. `pages` are how a KV pool is cut; None for embeddings."""
 
     transport: str
     segment_name: str = ""
@@ -70,6 +71,7 @@ class Welcome:
     data: DataAddress = field(default_factory=DataAddress)
     device: DeviceAddress | None = None
     pages: PageFormat | None = None
+    nixl: NixlAddress | None = None
 
 
 # --- hello -----------------------------------------------------------------------------------------------------------
@@ -144,6 +146,8 @@ def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wir
         ack.device.CopyFrom(
             wire.DeviceAddress(handle=device.handle, device_uuid=device.uuid, lease_name=device.lease_name)
         )
+    if welcome.nixl is not None:
+        ack.nixl.CopyFrom(wire.NixlAddress(metadata=welcome.nixl.metadata, base=welcome.nixl.base))
     return wire.SessionResponse(sequence=sequence, hello_ack=ack)
 
 
@@ -156,6 +160,7 @@ def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
         _data_address(ack),
         _device_address(ack.device) if ack.HasField("device") else None,
         _pages_from_proto(ack.pages) if ack.HasField("pages") else None,
+        _nixl_address(ack.nixl, ack.segment_bytes) if ack.HasField("nixl") else None,
     )
 
 
@@ -179,6 +184,12 @@ def _device_address(device: wire.DeviceAddress) -> DeviceAddress:
         check.exact_bytes("device_uuid", device.device_uuid, UUID_BYTES),
         check.text("lease_name", device.lease_name, 64),
     )
+
+
+def _nixl_address(nixl: wire.NixlAddress, arena_bytes: int) -> NixlAddress:
+    if not 1 <= len(nixl.metadata) <= MAX_METADATA_BYTES:
+        raise InvalidRequest(f"metadata must be 1 to {MAX_METADATA_BYTES} bytes", param="metadata")
+    return NixlAddress(nixl.metadata, check.integer("base", nixl.base, 1, _INT63 - arena_bytes))
 
 
 # --- requests --------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Link(Protocol):
 
     @property
     def transport(self) -> str:
-        """`inproc`, `cuda_ipc`, `shm` or `zmq`: the label of the transfer metrics."""
+        """`inproc`, `cuda_ipc`, `shm`, `nixl` or `zmq`: the label of the transfer metrics."""
         ...
 
     @property

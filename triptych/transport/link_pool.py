@@ -23,6 +23,7 @@ from triptych.transport.in_flight import DEFAULT_IN_FLIGHT_BYTES, InFlightLimit
 from triptych.transport.inproc import InprocLink
 from triptych.transport.link import EmbeddingLink, KvLink
 from triptych.transport.names import INPROC
+from triptych.transport.nixl_api import NixlDriver
 from triptych.transport.receiver import Receivers
 from triptych.transport.receiver_link import CONNECT_TIMEOUT_S, PeerEvents, ReceiverLink
 from triptych.transport.session import choose_transport
@@ -47,6 +48,7 @@ class LinkPool:
         driver: of the device that this process computes on, when `me` offers `cuda_ipc`.
         kv: how the pages lie that this process sends from; without it there are no links for KV.
         in_flight_bytes: of embeddings, on their way to one receiver at a time.
+        nixl: the library, when `me` offers `nixl`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LinkPool:
         driver: Driver | None = None,
         kv: KvTerms | None = None,
         in_flight_bytes: int = DEFAULT_IN_FLIGHT_BYTES,
+        nixl: NixlDriver | None = None,
     ) -> None:
         self._me = me
         self._kv = kv
@@ -68,6 +71,7 @@ class LinkPool:
         self._strict = strict
         self._sockets = DataSockets()
         self._imports = None if driver is None else DeviceImports(driver)
+        self._nixl = nixl
         self._stub_of = stub_of
         self._receivers = receivers or Receivers()
         self._links: dict[Key, asyncio.Task[AnyLink]] = {}
@@ -152,7 +156,7 @@ class LinkPool:
             )
 
     def _ways(self, receiver: WorkerInfo) -> Ways:
-        return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys(), self._imports)
+        return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys(), self._imports, self._nixl)
 
     @contextmanager
     def _tried(self, peer: WorkerRef) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Final
 INPROC: Final = "inproc"
 CUDA_IPC: Final = "cuda_ipc"
 SHM: Final = "shm"
+NIXL: Final = "nixl"
 ZMQ_IPC: Final = "zmq-ipc"
 ZMQ_TCP: Final = "zmq-tcp"
 
@@ -15,12 +16,14 @@ TRANSPORT_CHOICES: Final = {
     "auto": (INPROC, CUDA_IPC, SHM, ZMQ_IPC, ZMQ_TCP),
     "cuda_ipc": (INPROC, CUDA_IPC),
     "shm": (INPROC, SHM),
+    "auto+nixl": (INPROC, CUDA_IPC, SHM, NIXL, ZMQ_IPC, ZMQ_TCP),
+    "nixl": (INPROC, NIXL),
     "zmq": (INPROC, ZMQ_IPC, ZMQ_TCP),
     "zmq-ipc": (INPROC, ZMQ_IPC),
     "zmq-tcp": (INPROC, ZMQ_TCP),
 }
 """What a worker may use, best first. Two workers use what both may; within a process nothing needs to travel. A worker
-without a device offers no `cuda_ipc`."""
+without a device offers no `cuda_ipc`, one without the library or on a network that nobody called safe no `nixl`."""
 
 
 def shared_transports(
@@ -31,6 +34,7 @@ def shared_transports(
         INPROC: is_same_process,
         CUDA_IPC: is_same_host,  # whether the devices reach each other is seen when the sender opens the memory
         SHM: is_same_host,
+        NIXL: True,  # whether the network lets them is seen when the sender connects
         ZMQ_IPC: is_same_host,
         ZMQ_TCP: True,
     }

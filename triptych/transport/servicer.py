@@ -27,7 +27,9 @@ from triptych.transport.device_arena import SETTLE_S, DeviceArena
 from triptych.transport.dispatch import carry_out, peer_lost
 from triptych.transport.frames import answer_to_frame
 from triptych.transport.landings import LandingSession, pages_landing, slot_landing
-from triptych.transport.names import CUDA_IPC, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import CUDA_IPC, NIXL, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.nixl_api import NixlAddress, NixlDriver
+from triptych.transport.nixl_arena import Exposure, WrittenPages
 from triptych.transport.receiver import Receivers
 from triptych.transport.session import (
     MAX_OUTSTANDING,
@@ -42,6 +44,7 @@ from triptych.transport.types import (
     AbortAsked,
     Answer,
     ArenaKind,
+    Asked,
     BindAsked,
     Bound,
     DataAddress,
@@ -76,9 +79,17 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         me: this process, as the registry shows it; `inproc` senders never come here.
         receivers: what can be landed here.
         data_port: where data frames come in; without it `me` must not offer `zmq-*`.
+        nixl: the library; without it `me` must not offer `nixl`.
     """
 
-    def __init__(self, me: Endpoint, receivers: Receivers, data_port: DataPort | None = None) -> None:
+    def __init__(
+        self,
+        me: Endpoint,
+        receivers: Receivers,
+        data_port: DataPort | None = None,
+        nixl: NixlDriver | None = None,
+    ) -> None:
+        self._nixl = nixl
         self._me = me
         self._receivers = receivers
         self._data_port = data_port
@@ -89,7 +100,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     async def Session(  # noqa: N802 - the name in the proto
         self, request_iterator: AsyncIterator[wire.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        talk = Conversation(self._me, self._receivers, self._data_port, context.write)
+        talk = Conversation(self._me, self._receivers, self._data_port, context.write, self._nixl)
         life = self._spawn(talk.live())
         reader = asyncio.create_task(self._read(talk, life, request_iterator), name="transfer-read")
         talk.hang_up = reader.cancel
@@ -132,7 +143,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             return
         self._talks[key] = talk
         life.add_done_callback(lambda _: self._forget(key, talk))
-        talk.welcome(greeted)
+        talk.welcome(greeted, await talk.expose(greeted))
 
     async def _supersede(self, key: PeerKey) -> None:
         """A sender greets again when its former link broke: what that one was granted must be settled first, or its
@@ -181,7 +192,11 @@ class Conversation:
         receivers: Receivers,
         data_port: DataPort | None,
         write: Callable[[wire.SessionResponse], Awaitable[None]],
+        nixl: NixlDriver | None = None,
     ) -> None:
+        self._nixl = nixl
+        self._exposure: Exposure | None = None
+        self._written: WrittenPages | None = None
         self._receivers = receivers
         self._data_port = data_port
         self._landings: LandingSession | None = None
@@ -220,12 +235,21 @@ class Conversation:
                 self._outgoing.put_nowait(outcome)
         return None
 
-    def welcome(self, greeted: Greeted) -> None:
+    async def expose(self, greeted: Greeted) -> NixlAddress | None:
+        """For `nixl`, before the welcome: takes a tenth of a second or more."""
+        if greeted.transport != NIXL:
+            return None
+        arena = self._receivers.arena(greeted.greeting.kind)
+        assert arena is not None and self._nixl is not None, "the transport was offered"
+        self._exposure, self._written = Exposure(self._nixl, arena), WrittenPages(arena)
+        return await self._exposure.address()
+
+    def welcome(self, greeted: Greeted, nixl: NixlAddress | None = None) -> None:
         self._welcomed = True
         data = self._open_landings() if greeted.transport in (ZMQ_IPC, ZMQ_TCP) else NO_DATA
         if greeted.transport == CUDA_IPC:
             self._open_device()
-        self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id, data))
+        self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id, data, nixl))
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> None:
         self._outgoing.put_nowait(self._session.refuse(greeted, error))
@@ -245,9 +269,13 @@ class Conversation:
                 _log.exception("a session met a bug and ends")
                 self.hang_up()
             await self._wait_until_unmapped()
+            if self._exposure is not None:
+                await self._exposure.revoke()
         finally:
             self.written.set()
             self._close_landings()
+            if self._exposure is not None:
+                await self._exposure.try_revoke()
             await self._say_farewell()
             self.settled.set()
 
@@ -312,6 +340,8 @@ class Conversation:
         """With data frames the grant is expected before its answer leaves, and ends before the receiver hears that it
         does: see `landings.py`."""
         asked, landings = work.asked, self._landings
+        if self._written is not None:
+            return await self._carry_out_written(self._written, asked)
         if landings is None:
             return await carry_out(self._receivers, self._kind(), self._peer(), asked)
         match asked:
@@ -323,6 +353,17 @@ class Conversation:
                 landings.forget(asked.ref, asked.grant_id)
         answer = await carry_out(self._receivers, self._kind(), self._peer(), asked)
         self._expect(landings, work, answer)
+        return answer
+
+    async def _carry_out_written(self, written: WrittenPages, asked: Asked) -> Answer:
+        if isinstance(asked, KvCommitted):
+            await written.check(asked)
+        answer = await carry_out(self._receivers, self._kind(), self._peer(), asked)
+        match asked, answer:
+            case BindAsked(ref=ref, grant_id=grant_id), Bound() as bound:
+                written.expect(ref, grant_id, bound)
+            case (KvCommitted() | AbortAsked()) as ended, _:
+                written.forget(ended.ref, ended.grant_id)
         return answer
 
     def _expect(self, landings: LandingSession, work: Work, answer: Answer) -> None:

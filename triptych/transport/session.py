@@ -22,6 +22,7 @@ from triptych.core.kv_format import KvTerms, PageFormat, why_not
 from triptych.transport import frames
 from triptych.transport.device import DeviceAddress
 from triptych.transport.names import CUDA_IPC, SHM, shared_transports
+from triptych.transport.nixl_api import NixlAddress
 from triptych.transport.types import (
     AbortAsked,
     Acknowledged,
@@ -272,14 +273,18 @@ class ReceiverSession:
                 self.state = _NEXT[self.state, "refused"]
             return frames.answer_to_frame(frame.sequence, error)
 
-    def welcome(self, greeted: Greeted, mapping_id: int, data: DataAddress = NO_DATA) -> wire.SessionResponse:
+    def welcome(
+        self, greeted: Greeted, mapping_id: int, data: DataAddress = NO_DATA, nixl: NixlAddress | None = None
+    ) -> wire.SessionResponse:
         """`data` for the transports `zmq-*`."""
         self.state = _NEXT[self.state, "hello_ack"]
         offer = self._offer(greeted.greeting.kind)
         segment_name = offer.segment_name if greeted.transport == SHM else ""
         device = offer.device if greeted.transport == CUDA_IPC else None
         pages = None if offer.kv is None else offer.kv.pages
-        welcome = frames.Welcome(greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device, pages)
+        welcome = frames.Welcome(
+            greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device, pages, nixl
+        )
         return frames.welcome_to_frame(greeted.sequence, self.me, welcome)
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> wire.SessionResponse:

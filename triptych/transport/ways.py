@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
 
 import zmq.asyncio
 
@@ -14,7 +16,9 @@ from triptych.transport.curve import CurveKeys
 from triptych.transport.device_arena import DeviceImports, ImportedArena
 from triptych.transport.device_carrier import DeviceCarrier
 from triptych.transport.frames import Welcome
-from triptych.transport.names import CUDA_IPC, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import CUDA_IPC, NIXL, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.nixl_api import NixlDriver, NixlError, NixlSource
+from triptych.transport.nixl_carrier import STAGING_BYTES, NixlCarrier
 from triptych.transport.shm import SharedSegment
 from triptych.transport.zmq_carrier import ZmqCarrier
 from triptych.transport.zmq_gate import Admission, CurveAdmission, PlainAdmission
@@ -52,12 +56,13 @@ class DataSockets:
 class Ways:
     """How one receiver's arena can be reached. `host` is the receiver's, from the registry: an address from anywhere
     else is never dialled. `keys` are this link's own, where what goes by TCP must be encrypted; `imports` is
-    None when this process has no device to write from."""
+    None when this process has no device to write from, `nixl` when it has not that library."""
 
     sockets: DataSockets
     host: str
     keys: CurveKeys | None = None
     imports: DeviceImports | None = None
+    nixl: NixlDriver | None = None
 
     @property
     def curve_key(self) -> bytes:
@@ -70,7 +75,10 @@ class Ways:
             segment = SharedSegment.open(welcome.segment_name, welcome.segment_bytes, mapping_id=welcome.mapping_id)
             return MemoryCarrier(SHM, segment.buffer, segment)
         if welcome.transport == CUDA_IPC:
-            return DeviceCarrier(await self._imported(welcome), broken)
+            return DeviceCarrier(await _taken(partial(self._import, welcome)), broken)
+        if welcome.transport == NIXL:
+            source = await _taken(partial(self._connect_nixl, welcome))
+            return NixlCarrier(source, welcome.segment_bytes, broken)
         if welcome.transport not in (ZMQ_IPC, ZMQ_TCP) or not welcome.data.session_key:
             raise TransferRefused("the receiver chose a transport that is not known here")
         carrier = ZmqCarrier(
@@ -95,20 +103,19 @@ class Ways:
             return PlainAdmission(welcome.mapping_id, welcome.data.session_key)
         return CurveAdmission(self.keys, welcome.data.curve_key)
 
-    async def _imported(self, welcome: Welcome) -> ImportedArena:
-        """Whoever gives up meanwhile leaves nothing open."""
-        opening = asyncio.create_task(asyncio.to_thread(self._import, welcome))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_unwanted)
-            raise
-
     def _import(self, welcome: Welcome) -> ImportedArena:
         """The driver takes its time: not for the event loop."""
         if self.imports is None or welcome.device is None:
             raise TransferRefused("the receiver chose device memory, and named none or there is no device here")
         return ImportedArena.open(self.imports, welcome.device, welcome.segment_bytes, welcome.mapping_id)
+
+    def _connect_nixl(self, welcome: Welcome) -> NixlSource:
+        if self.nixl is None or welcome.nixl is None:
+            raise TransferRefused("there is no NIXL here, or the receiver cannot show its memory by it")
+        try:
+            return self.nixl.connect(welcome.nixl, welcome.segment_bytes, STAGING_BYTES)
+        except NixlError as error:
+            raise TransferRefused(f"the receiver's memory cannot be reached by NIXL ({error})") from error
 
     def _endpoint(self, welcome: Welcome) -> str:
         data = welcome.data
@@ -119,9 +126,26 @@ class Ways:
         raise TransferRefused("the receiver named no data socket")
 
 
-def _close_unwanted(opening: asyncio.Task[ImportedArena]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_T = TypeVar("_T", bound=_Closable)
+
+
+async def _taken(take: Callable[[], _T]) -> _T:
+    """In a thread. Whoever gives up meanwhile leaves nothing open."""
+    taking = asyncio.create_task(asyncio.to_thread(take))
+    try:
+        return await asyncio.shield(taking)
+    except asyncio.CancelledError:
+        taking.add_done_callback(_close_unwanted)
+        raise
+
+
+def _close_unwanted(taking: asyncio.Task[_T]) -> None:
+    if not taking.cancelled() and taking.exception() is None:
+        taking.result().close()
 
 
 def host_of(grpc_address: str) -> str:
