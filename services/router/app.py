@@ -138,7 +138,7 @@ async def serve(settings: RouterSettings) -> None:
     model = Model(settings.model)
     folder = RuntimeFolder(settings.runtime_dir)
     registry, channels = StaticRegistry(folder), ChannelPool(folder.token(), tls)
-    reachable = ReachableWorkers(registry, tls)
+    reachable = ReachableWorkers(registry, channels, tls)
     cluster = Cluster(reachable, model.adapter)
     with _listen(settings.host, settings.port) as listener, unwrapped_group():
         async with router_app(settings, model, cluster, channels) as app:
@@ -155,8 +155,9 @@ async def serve(settings: RouterSettings) -> None:
                 beside = [
                     group.create_task(registry.run()),
                     group.create_task(tell_of_the_end(tls)),
-                    group.create_task(_tend_workers(registry, reachable, cluster, channels)),
-                    group.create_task(_announce(settings, server, cluster, registry, listener)),
+                    group.create_task(_tend_workers(registry, cluster, channels)),
+                    group.create_task(reachable.run(registry)),
+                    group.create_task(_announce(settings, server, cluster, reachable, listener)),
                 ]
                 await server.serve(sockets=[listener])
                 for task in beside:
@@ -192,7 +193,7 @@ async def _announce(
     settings: RouterSettings,
     server: _Server,
     cluster: Cluster,
-    registry: StaticRegistry,
+    reachable: ReachableWorkers,
     listener: socket.socket,
 ) -> None:
     """Says where the API is: in the log when it listens, in the ready file when every stage can serve."""
@@ -201,20 +202,17 @@ async def _announce(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     _log.info("the API listens", extra={"url": url})
     while cluster.missing_roles():
-        await registry.changed()
+        await reachable.changed()
     _log.info("every stage is ready", extra={"url": url})
     if settings.ready_file is not None:
         write_ready_file(settings.ready_file, orjson.dumps({"url": url}) + b"\n")
 
 
-async def _tend_workers(
-    registry: StaticRegistry, reachable: ReachableWorkers, cluster: Cluster, channels: ChannelPool
-) -> None:
+async def _tend_workers(registry: StaticRegistry, cluster: Cluster, channels: ChannelPool) -> None:
     """Closes the channels of workers that left; names those that can never serve here."""
     known = registry.workers()
     while True:
         cluster.warn_of_strangers(known)
-        reachable.warn_of_others(known)
         now = await registry.changed()
         await channels.keep_only({worker.ref for worker in now})
         known = now

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +24,7 @@ from triptych.core.ids import new_epoch
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
+from triptych.rpc.server import RpcServer, add_describe
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -51,6 +57,28 @@ def until(found: Callable[[], T], seconds: float = 30.0) -> T:
     return answer
 
 
+@contextmanager
+def listening(info: WorkerInfo, folder: RuntimeFolder) -> Iterator[WorkerInfo]:
+    """A worker that says who it is, and nothing else; on a loop and a thread of its own."""
+
+    async def serve() -> None:
+        server = RpcServer("127.0.0.1", 0, token=folder.token())
+        add_describe(server, lambda: info)
+        address.set_result(f"127.0.0.1:{await server.start()}")
+        while not stop.is_set():  # noqa: ASYNC110 - it is told by another thread
+            await asyncio.sleep(0.05)
+        await server.stop(0)
+
+    address, stop = Future[str](), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield replace(info, grpc_address=address.result(10))
+    finally:
+        stop.set()
+        thread.join()
+
+
 def status(url: str) -> int:
     return httpx.get(f"{url}/ready", timeout=5).status_code
 
@@ -64,13 +92,19 @@ def test_ready_when_every_stage_is_and_quiet_at_the_end(tmp_path: Path) -> None:
         assert (missing.status_code, missing.json()["missing"]) == (503, ["encoder", "prefill", "decode"])
         assert not router.ready_file.exists()
 
-        registry = StaticRegistry(RuntimeFolder(router.runtime))
-        registry.announce(WorkerInfo("mono-0", new_epoch(), frozenset(Role), WorkerState.READY, "127.0.0.1:1"))
-        until(router.ready_file.exists)
-        assert json.loads(router.ready_file.read_text()) == {"url": url}
-        assert status(url) == 200
-        registry.withdraw()
-        until(lambda: status(url) == 503)
+        folder = RuntimeFolder(router.runtime)
+        registry = StaticRegistry(folder)
+        with listening(WorkerInfo("mono-0", new_epoch(), frozenset(Role), WorkerState.READY, ""), folder) as worker:
+            registry.announce(replace(worker, epoch=new_epoch(), grpc_address="127.0.0.1:1"))
+            until(lambda: "a worker gets no requests: no connection to it can be made" in router.log.read_text())
+            assert status(url) == 503 and not router.ready_file.exists()
+            registry.withdraw()
+            registry.announce(worker)
+            until(router.ready_file.exists)
+            assert json.loads(router.ready_file.read_text()) == {"url": url}
+            assert status(url) == 200
+            registry.withdraw()
+            until(lambda: status(url) == 503)
     finally:
         assert router.stop() == 0
     assert "Traceback" not in router.log.read_text()

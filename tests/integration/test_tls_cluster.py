@@ -78,7 +78,7 @@ def _check_that_workers_without_tls_cost_nobody_an_answer(launcher: Launcher, re
         locks.append(FileLock.acquire(path.with_suffix(".lock")))
         path.write_text(json.dumps(record | {"worker_id": f"{worker_id}x", "grpc_address": "127.0.0.1:1"}))
     log, give_up_at = launcher.runtime / "logs" / "router.log", time.monotonic() + 20
-    while log.read_text().count("a worker speaks no TLS, as this router does") < len(locks):
+    while log.read_text().count("it speaks no TLS, as this router does") < len(locks):
         assert time.monotonic() < give_up_at, log.read_text()
         time.sleep(0.05)
     assert [_ask(ready["url"]).text for _ in range(6)] == [ANSWER] * 6
