@@ -19,7 +19,8 @@ from PIL import Image
 
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
-from services.router.fetch import UrlFetcher, new_client
+from services.router.fetch import FetchLimits, UrlFetcher
+from services.router.fetch_rules import FetchRules
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
 from services.router.pipeline import Pipeline, Workers
@@ -27,6 +28,7 @@ from services.router.placement import ClusterView
 from services.router.planner import Planner, SamplingDefaults
 from services.router.queue import AdmissionQueue
 from services.router.reach import ReachableWorkers
+from services.router.resolver import Resolver
 from services.router.settings import RouterSettings
 from services.router.tasks import unwrapped_group
 from triptych.core.clock import SystemClock
@@ -102,15 +104,12 @@ async def router_app(
 ) -> AsyncIterator[FastAPI]:
     """The ASGI application; closes what it owns when the block ends."""
     clock = SystemClock()
-    client = new_client() if settings.allow_url_fetch else None
-    fetch = UrlFetcher(client, settings.max_media_bytes) if client else None
-    limits = MediaLimits(settings.max_media_items, settings.max_media_bytes, settings.max_pixels)
-    with _work_threads() as executor:
+    async with _reading(settings) as (reader, executor):
         chat = ChatService(
             model_name=model.adapter.model_name,
             modalities=model.adapter.modalities,
             limits=ChatLimits(settings.max_body_bytes, settings.request_timeout_s, settings.strict),
-            reader=MediaReader(limits, executor, fetch),
+            reader=reader,
             planner=model.planner,
             pipeline=Pipeline(cluster.registry, channels, AdmissionQueue(settings.max_queue), clock),
             executor=executor,
@@ -119,11 +118,28 @@ async def router_app(
             token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
-        try:
-            yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes))
-        finally:
-            if client is not None:
-                await client.aclose()
+        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes))
+
+
+@asynccontextmanager
+async def _reading(settings: RouterSettings) -> AsyncIterator[tuple[MediaReader, Executor]]:
+    """What reads media, and the threads in which it does. Raises StartupError for a list that names no places."""
+    limits = MediaLimits(
+        max_items=settings.max_media_items,
+        max_bytes=settings.max_media_bytes,
+        max_pixels=settings.max_pixels,
+        max_request_bytes=settings.max_request_media_bytes,
+        fetch_s=settings.fetch_request_timeout_s,
+    )
+    rules = FetchRules.parse(settings.fetch_only, settings.fetch_allow, settings.fetch_deny)
+    resolver = Resolver()
+    fetcher = UrlFetcher(rules, FetchLimits(settings.max_media_bytes, settings.fetch_timeout_s), resolver)
+    try:
+        with _work_threads() as executor:
+            yield MediaReader(limits, executor, fetcher if settings.allow_url_fetch else None), executor
+    finally:
+        await fetcher.close()
+        resolver.close()
 
 
 async def serve(settings: RouterSettings) -> None:

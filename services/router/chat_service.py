@@ -16,7 +16,6 @@ from services.router.answer_text import AnswerText
 from services.router.chat_answer import ChatAnswer, ChatJob, StreamedChatAnswer, WholeChatAnswer
 from services.router.chat_request import ChatRequest, parse_chat_request
 from services.router.choices import Question
-from services.router.data_uri import is_data_uri
 from services.router.http import read_json_body
 from services.router.media import Media, MediaReader
 from services.router.pipeline import WORKER_ID, Pipeline
@@ -79,8 +78,7 @@ class ChatService:
         with timeline.span("parse"):
             chat = parse_chat_request(await read_json_body(request, self.limits.max_body_bytes))
             self._check(chat, request_id)
-            media = await self.reader.read_all(chat.media)
-            request.state.held_bytes.take(_num_fetched(chat, media))
+            media = await self.reader.read_all(chat.media, request.state.held_bytes.take)
         with timeline.span("plan"):
             plan = await self._plan(chat, media, deadline_s)
         metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
@@ -122,8 +120,3 @@ class ChatService:
         return await loop.run_in_executor(
             self.executor, self.planner.plan, chat, media, self.context_tokens(), deadline_s - loop.time()
         )
-
-
-def _num_fetched(chat: ChatRequest, media: Sequence[Media]) -> int:
-    """Bytes that did not come with the body."""
-    return sum(len(one.data) for named, one in zip(chat.media, media, strict=True) if not is_data_uri(named.uri))

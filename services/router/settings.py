@@ -38,8 +38,24 @@ class RouterSettings(TlsSettings):
     max_media_items: int = field(default=16, metadata={"help": "pictures in one request", "min": 0, "max": 1024})
     max_media_bytes: int = field(default=20 * _MIB, metadata={"help": "encoded size of one picture", "min": 1})
     max_pixels: int = field(default=100_000_000, metadata={"help": "pixels of one picture", "min": 1})
+    max_request_media_bytes: int = field(
+        default=128 * _MIB, metadata={"help": "encoded size of all pictures of one request", "min": 1}
+    )
     allow_url_fetch: bool = field(
-        default=False, metadata={"help": "fetch pictures from http(s) URLs, not only from data: URIs"}
+        default=True, metadata={"help": "fetch pictures from http(s) URLs, not only from data: URIs"}
+    )
+    fetch_only: tuple[str, ...] = field(
+        default=(), metadata={"help": "hosts and networks that pictures may be fetched from, and no others"}
+    )
+    fetch_allow: tuple[str, ...] = field(
+        default=(), metadata={"help": "hosts and networks that may be fetched from though they are not public"}
+    )
+    fetch_deny: tuple[str, ...] = field(default=(), metadata={"help": "hosts and networks that are never fetched from"})
+    fetch_timeout_s: float = field(
+        default=10.0, metadata={"help": "seconds for one URL, redirects included", "min": 0.1, "max": 600.0}
+    )
+    fetch_request_timeout_s: float = field(
+        default=30.0, metadata={"help": "seconds for all URLs of one request", "min": 0.1, "max": 3600.0}
     )
     strict: bool = field(default=False, metadata={"help": "refuse request parameters that would otherwise be ignored"})
     log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})

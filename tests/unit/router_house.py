@@ -135,7 +135,7 @@ async def serve(
             model_name=model.adapter.model_name,
             modalities=model.adapter.modalities,
             limits=ChatLimits(max_body_bytes=100_000, request_timeout_s=timeout_s, strict=strict),
-            reader=MediaReader(MediaLimits(4, 50_000, 1_000_000), executor),
+            reader=MediaReader(MediaLimits(4, 50_000, 1_000_000, 150_000, 5.0), executor),
             planner=model.planner,
             pipeline=cast(Pipeline, pipeline),
             executor=executor,

@@ -51,12 +51,18 @@ _UP = {
 }
 _ROUTER = {
     "allow_url_fetch",
+    "fetch_allow",
+    "fetch_deny",
+    "fetch_only",
+    "fetch_request_timeout_s",
+    "fetch_timeout_s",
     "max_body_bytes",
     "max_held_bytes",
     "max_media_bytes",
     "max_media_items",
     "max_pixels",
     "max_queue",
+    "max_request_media_bytes",
     "request_timeout_s",
 }
 _WORKERS = {

@@ -73,6 +73,13 @@ ROUTER_INFLIGHT = Gauge("triptych_router_inflight_requests", "Requests that are 
 PROMPT_TOKENS = Counter("triptych_prompt_tokens_total", "Prompt tokens of admitted requests, embedding rows included")
 COMPLETION_TOKENS = Counter("triptych_completion_tokens_total", "Tokens answered")
 MEDIA_ITEMS = Counter("triptych_media_items_total", "Pictures, videos and audio clips received", ("modality",))
+MEDIA_FETCHES = Counter("triptych_media_fetches_total", "URLs of callers, by what came of them", ("result",))
+MEDIA_FETCH_SECONDS = Histogram(
+    "triptych_media_fetch_seconds",
+    "One URL fetched, redirects and waiting included",
+    buckets=around(0.005, 0.02, 2.0, 30.0),
+)
+MEDIA_FETCH_BYTES = Counter("triptych_media_fetch_bytes_total", "Bytes of the pictures that were fetched")
 
 # --- encoder ----------------------------------------------------------------------------------------------------------
 
