@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.integration import tiny_cluster
+from tests.integration.test_stages_inprocess import answer
+from tests.integration.test_turns import MEDIA, PAGE, num_held, two_turns
 from tests.integration.tiny_cluster import SMALL_POOL
 from tests.parity.prompts import draw_picture
-from triptych.core.errors import StartupError
+from triptych.core.errors import StaleAttempt, StartupError, TransferRefused
 from triptych.obs import metrics
 from triptych.stages.device_memory import open_driver
 from triptych.stages.language import ComputeChoice
@@ -23,6 +26,8 @@ from triptych.testing.fake_device import FakeDevice
 from triptych.testing.holdings import until_idle
 from triptych.transport.cuda_driver import CudaDriver
 from triptych.transport.device import DeviceError
+from triptych.transport.receiver_link import ReceiverLink
+from triptych.transport.types import EmbeddingCommitted, KvCommitted
 
 model_dir = tiny_cluster.model_dir
 MAX_TOKENS = 6
@@ -81,6 +86,53 @@ async def test_device_memory_gives_the_tokens_of_shared_memory(model_dir: Path, 
     assert answers == control
     after = moved()
     assert {key for key in after if after[key] > before[key]} == {("embedding", "cuda_ipc"), ("kv", "cuda_ipc")}
+
+
+async def test_a_turn_on_a_device_sends_what_decode_has_not(model_dir: Path, tmp_path: Path) -> None:
+    """What it holds lies in the pool itself, beside pages that a peer is writing to."""
+    with card(tmp_path) as device_of:
+        async with InProcessCluster(
+            model_dir, chunk_tokens=24, kv_pool_bytes=SMALL_POOL, transport="cuda_ipc", driver_of=device_of
+        ) as cluster:
+            held = num_held()
+            plan, ids = await two_turns(cluster)
+            assert num_held() - held == (plan.num_prompt_tokens - 20 - 1) // PAGE
+            cluster.clear_caches()
+            assert await answer(cluster, plan, MEDIA) == ids
+            await until_idle(cluster.workers)
+
+
+@pytest.mark.parametrize("field", ["generation", "capability", "num_bytes", "slot_id", "grant_id", "num_tokens"])
+async def test_a_forged_commit_is_refused_and_the_next_request_is_right(
+    model_dir: Path, tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are in the device's memory by then; nobody reads them."""
+    sound, forged = ReceiverLink._ask, list[str]()
+
+    async def ask(link: ReceiverLink, asked: Any, timeout_s: float) -> Any:
+        is_commit = isinstance(asked, EmbeddingCommitted | KvCommitted)
+        if is_commit and hasattr(asked, field) and not forged:
+            value = getattr(asked, field)
+            forged.append(type(asked).__name__)
+            other = bytes(16) if field == "capability" else f"{value}x" if field == "grant_id" else value + 1
+            asked = dataclasses.replace(asked, **{field: other})
+        return await sound(link, asked, timeout_s)
+
+    monkeypatch.setattr(ReceiverLink, "_ask", ask)
+    with card(tmp_path) as device_of:
+        async with InProcessCluster(
+            model_dir, chunk_tokens=16, kv_pool_bytes=SMALL_POOL, transport="cuda_ipc", driver_of=device_of
+        ) as cluster:
+            asked = requests()[:2]
+            first = None
+            with suppress(TransferRefused, StaleAttempt):  # unless it went better at the second try
+                first = (await cluster.generate(asked[0])).token_ids
+            assert len(forged) == 1
+            await until_idle(cluster.workers)
+            later = [(await cluster.generate(request)).token_ids for request in asked]
+            cluster.clear_caches()
+            truth = [(await cluster.generate(request)).token_ids for request in asked]
+            assert later == truth and first in (None, truth[0])
 
 
 async def test_peers_that_reach_the_device_and_those_that_do_not_share_one_pool(

@@ -58,6 +58,7 @@ async def test_device_memory_that_cannot_be_reached_is_a_counted_fallback(
     pool, before = host.pool(device, ("cuda_ipc", "shm")), fallbacks()
     link: Any = await pool.embedding_link(host.info, EMBEDDING_LAYOUT)
     assert link.transport == "shm" and fallbacks() == before + 1
+    assert not await link.in_flight.enter(64), "what was tried before it is over, and this is not"
     assert not host.embedding.arena.is_written_on_device_by(WorkerRef("encoder-1", 11))
     assert why in "".join(str(record.__dict__.get("reason")) for record in caplog.records)
     await pool.close()

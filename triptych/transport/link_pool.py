@@ -123,21 +123,25 @@ class LinkPool:
         return link
 
     async def _connected(self, receiver: WorkerInfo, kind: ArenaKind, layout: bytes) -> AnyLink:
-        terms, in_flight = self._terms(kind), InFlightLimit(self._in_flight_bytes)
+        terms = self._terms(kind)
         if choose_transport(self._me, Endpoint.of(receiver)) == INPROC:
-            return InprocLink(self._me.ref, self._receivers, kind, layout, terms, in_flight)
+            return InprocLink(self._me.ref, self._receivers, kind, layout, terms, self._new_limit())
         offered = tuple(transport for transport in self._me.transports if transport != INPROC)
         peer = receiver.ref
         events = PeerEvents(partial(self._circuits.answered, peer), partial(self._circuits.failed, peer))
         while True:
             me = replace(self._me, transports=offered)
-            link = ReceiverLink(me, peer, kind, layout, terms, events, in_flight)
+            link = ReceiverLink(me, peer, kind, layout, terms, events, self._new_limit())
             try:
                 with self._tried(peer):
                     await link.connect(self._stub_of(receiver), self._ways(receiver))
                 return link
             except WayBlocked as blocked:
                 offered = self._without(offered, blocked, receiver)
+
+    def _new_limit(self) -> InFlightLimit:
+        """Of one link: it ends with it, also with one that was only tried."""
+        return InFlightLimit(self._in_flight_bytes)
 
     def _terms(self, kind: ArenaKind) -> KvTerms | None:
         return self._kv if kind is ArenaKind.KV else None
