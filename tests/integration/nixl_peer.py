@@ -1,29 +1,36 @@
 """A sender by NIXL in a process of its own, for tests: `python -m tests.integration.nixl_peer ADDRESS WAY`.
 
-`once`: it is granted a slot, says so, and waits for a line without its event loop running, so that it does not hear
-what becomes of its session meanwhile; then it writes and commits. `ever`: it writes without end; when its link breaks
-it says so, and makes a new one when it is told to.
+`once`: it is granted a slot, says so, waits for a line, writes and commits. `late`: the same, but from the grant on its
+event loop does not run, so that it does not hear what becomes of its session, and it only writes. `ever`: it writes
+without end; when its link breaks it says so, and makes a new one when it is told to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from tests.unit.link_house import EMBEDDING_LAYOUT, IDENTITY, REF, SENDER, TOKEN, send
-from triptych.core.errors import PeerLost, TriptychError
+from triptych.core.errors import TriptychError
 from triptych.core.ids import AttemptRef
 from triptych.core.plan import EmbeddingSource
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.transport.layout import checksum64, host_id
+from triptych.transport.link import AskingLink
 from triptych.transport.link_pool import LinkPool
+from triptych.transport.nixl_api import NixlError, NixlSource
+from triptych.transport.nixl_carrier import BLOCK_BYTES, NixlCarrier
 from triptych.transport.nixl_driver import UcxDriver
 from triptych.transport.types import SlotGrant
 
 NUM_BYTES = 6 << 20
+PATIENCE_S = 20.0
 DATA = b"\x5a" * NUM_BYTES
 
 
@@ -31,29 +38,65 @@ def say(word: str) -> None:
     print(word, flush=True)
 
 
-async def once(pool: LinkPool, there: WorkerInfo) -> None:
-    link = await pool.embedding_link(there, EMBEDDING_LAYOUT)
+async def granted(pool: LinkPool, there: WorkerInfo) -> tuple[AskingLink, SlotGrant]:
+    link = await linked(pool, there)
     grant = await link.request_slot(REF, 0, IDENTITY, 1, NUM_BYTES)
     assert isinstance(grant, SlotGrant)
     say("granted")
+    return link, grant
+
+
+async def once(pool: LinkPool, there: WorkerInfo) -> None:
+    link, grant = await granted(pool, there)
+    await asyncio.to_thread(sys.stdin.readline)
+    await link.write_slot(grant, memoryview(DATA))
+    await link.commit_embedding(REF, 0, grant, EmbeddingSource.REMOTE, checksum64(DATA))
+    say("committed")
+
+
+async def late(pool: LinkPool, there: WorkerInfo) -> None:
+    link, grant = await granted(pool, there)
+    carrier = link._carrier()
+    assert isinstance(carrier, NixlCarrier)
     sys.stdin.readline()
+    say("written" if await_nothing_and_write(carrier._source, grant) else "lost")
+
+
+def await_nothing_and_write(source: NixlSource, grant: SlotGrant) -> bool:
+    """Whether the network says that it arrived."""
+    source.staging[:BLOCK_BYTES] = DATA[:BLOCK_BYTES]
+    give_up_at_s = time.monotonic() + PATIENCE_S
     try:
-        await link.write_slot(grant, memoryview(DATA))
-        await link.commit_embedding(REF, 0, grant, EmbeddingSource.REMOTE, checksum64(DATA))
-        say("committed")
-    except PeerLost:
-        say("lost")
+        transfer = source.write(0, np.array([[grant.offset, BLOCK_BYTES]]))
+        while not transfer.is_done():
+            if time.monotonic() > give_up_at_s:
+                return False
+    except NixlError:
+        return False
+    return True
 
 
 async def ever(pool: LinkPool, there: WorkerInfo) -> None:
     for number in range(100_000):
+        link = await linked(pool, there)
         try:
-            link = await pool.embedding_link(there, EMBEDDING_LAYOUT)
-            await send(link, AttemptRef(f"req-{number}"), 0, DATA)  # type: ignore[arg-type]
+            await send(link, AttemptRef(f"req-{number}"), 0, DATA)
             say("sent")
         except TriptychError:
             say("lost")
             await asyncio.to_thread(sys.stdin.readline)
+
+
+async def linked(pool: LinkPool, there: WorkerInfo) -> AskingLink:
+    """Tries again: who has broken a link is left alone for a while."""
+    while True:
+        try:
+            link = await pool.embedding_link(there, EMBEDDING_LAYOUT)
+        except TriptychError:
+            await asyncio.sleep(0.05)
+        else:
+            assert isinstance(link, AskingLink)
+            return link
 
 
 async def main(address: str, way: str) -> None:
@@ -69,7 +112,7 @@ async def main(address: str, way: str) -> None:
     )
     me = replace(SENDER, transports=("nixl",))
     pool = LinkPool(me, partial(transfer_stub, channels), nixl=UcxDriver("127.0.0.1"))
-    await (once if way == "once" else ever)(pool, there)
+    await {"once": once, "late": late, "ever": ever}[way](pool, there)
     await pool.close()
     await channels.close()
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).parents[2]
 ARENA_BYTES = 2 * NUM_BYTES
-ROUNDS = 8
+ROUNDS = 6
 OTHERS = b"\xa5" * ARENA_BYTES
 """What somebody else has in the arena by the time that a late write comes."""
 
@@ -81,10 +81,11 @@ async def test_bytes_of_another_process_land(host: NixlHost) -> None:
         assert await asyncio.to_thread(peer.wait, 20) == 0
 
 
-async def late_write(host: NixlHost) -> bytes:
-    """What is in the arena after it. The writer is stopped between grant and write; the slot goes to somebody else, for
-    which nobody needs the stopped process; then it goes on, and does not know yet that its session is over."""
-    with peer_process(host, "once") as peer:
+async def late_write(host: NixlHost) -> tuple[str, bytes]:
+    """What its writer says of it, and what is in the arena then. The writer is stopped between grant and write; the
+    slot goes to somebody else, for which nobody needs the stopped process; then it goes on, and does not know yet that
+    its session is over."""
+    with peer_process(host, "late") as peer:
         assert await heard(peer) == "granted"
         assert host.embedding.slots.owned_bytes == NUM_BYTES
         peer.send_signal(signal.SIGSTOP)
@@ -94,21 +95,20 @@ async def late_write(host: NixlHost) -> bytes:
         host.embedding.arena.buffer[:] = OTHERS
         tell(peer)
         peer.send_signal(signal.SIGCONT)
-        assert await heard(peer) == "lost"
-        assert not host.embedding.landed
-        return bytes(host.embedding.arena.buffer)
+        return await heard(peer), bytes(host.embedding.arena.buffer)
 
 
 async def test_a_write_of_a_process_that_was_stopped_for_long_finds_nothing(host: NixlHost) -> None:
-    assert await late_write(host) == OTHERS
+    assert await late_write(host) == ("lost", OTHERS)
 
 
-async def test_without_revoking_it_would_have_found_its_way(host: NixlHost, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_revoking_it_finds_its_way(host: NixlHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation."""
+    kept: list[UcxTarget] = []
     with monkeypatch.context() as broken:
         broken.setattr(UcxTarget, "revoke", lambda target: kept.append(target))
-        kept: list[UcxTarget] = []
-        assert await late_write(host) != OTHERS
+        said, arena = await late_write(host)
+    assert said == "written" and arena != OTHERS
     for target in kept:
         target.revoke()
 

@@ -59,9 +59,9 @@ class Exposure:
             self._revoking = asyncio.create_task(self._revoke(), name="nixl-revoke")
         try:
             await asyncio.shield(self._revoking)
-        except NixlError as error:
+        except Exception as error:  # a bug of ours, too, must not free what can be written to
             self._revoking = None
-            _log.error("a lost sender still reaches the arena by NIXL", extra={"reason": str(error)})
+            _log.error("a lost sender still reaches the arena by NIXL", extra={"reason": repr(error)})
             return False
         return True
 
@@ -69,8 +69,8 @@ class Exposure:
         """Whoever cancels one that waits for it leaves it to the next."""
         try:
             target = await self._opening
-        except NixlError:
-            return  # there never was a way in
+        except Exception:
+            return  # there never was a way in, and whoever waited for one has heard why
         await asyncio.to_thread(target.revoke)
 
 
