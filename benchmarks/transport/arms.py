@@ -11,7 +11,7 @@ from typing import Protocol
 
 from benchmarks.transport.cells import under_way
 from benchmarks.transport.child import Child
-from benchmarks.transport.landing import LAYOUT, NOT_SUMMED, Landing, info, private_arena, touched
+from benchmarks.transport.landing import LAYOUT, NOT_SUMMED, Landing, info, nixl_of, private_arena, touched
 from triptych.core.ids import AttemptRef, WorkerRef, new_epoch
 from triptych.core.plan import IDENTITY_BYTES, EmbeddingSource
 from triptych.rpc.client import ChannelPool, transfer_stub
@@ -19,6 +19,7 @@ from triptych.transport.layout import checksum64, host_id
 from triptych.transport.link import EmbeddingLink
 from triptych.transport.link_pool import LinkPool
 from triptych.transport.names import INPROC
+from triptych.transport.nixl_api import NixlDriver
 from triptych.transport.receiver import Receivers
 from triptych.transport.types import Endpoint, SlotGrant
 
@@ -108,7 +109,7 @@ class Links:
         """Raises TransferRefused, PeerLost or DeadlineExceeded."""
         there = Endpoint(WorkerRef(child.where["worker_id"], child.where["epoch"]), host_id(), (transport,))
         me = Endpoint(WorkerRef(f"sender-{transport}", new_epoch()), host_id(), (transport,))
-        return await self._pool(me).embedding_link(info(there, child.where["address"]), LAYOUT)
+        return await self._pool(me, nixl=nixl_of(transport)).embedding_link(info(there, child.where["address"]), LAYOUT)
 
     async def within(self, room_bytes: int) -> EmbeddingLink:
         """To a receiver in this process."""
@@ -121,6 +122,6 @@ class Links:
             await pool.close()
         await self._channels.close()
 
-    def _pool(self, me: Endpoint, receivers: Receivers | None = None) -> LinkPool:
-        self._pools.append(LinkPool(me, partial(transfer_stub, self._channels), receivers))
+    def _pool(self, me: Endpoint, receivers: Receivers | None = None, nixl: NixlDriver | None = None) -> LinkPool:
+        self._pools.append(LinkPool(me, partial(transfer_stub, self._channels), receivers, nixl=nixl))
         return self._pools[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from triptych.transport.names import INPROC, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import INPROC, NIXL, SHM, ZMQ_IPC, ZMQ_TCP
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB)
@@ -14,9 +14,10 @@ MAX_UNDER_WAY, MAX_BYTES_UNDER_WAY = 4, 256 * MIB
 
 MEMCPY = "memcpy"
 PYZMQ_IPC, PYZMQ_TCP = "pyzmq-ipc", "pyzmq-tcp"
-GRPC, NIXL, MOONCAKE = "grpc", "nixl", "mooncake"
-OURS = (INPROC, SHM, ZMQ_IPC, ZMQ_TCP)
-OTHERS = (PYZMQ_IPC, PYZMQ_TCP, GRPC, NIXL, MOONCAKE)
+GRPC, MOONCAKE = "grpc", "mooncake"
+RAW_NIXL, RAW_NIXL_TCP = "raw-nixl", "raw-nixl-tcp"
+OURS = (INPROC, SHM, NIXL, ZMQ_IPC, ZMQ_TCP)
+OTHERS = (PYZMQ_IPC, PYZMQ_TCP, GRPC, RAW_NIXL, RAW_NIXL_TCP, MOONCAKE)
 
 
 def summed(transport: str) -> str:
@@ -63,6 +64,7 @@ COMPARISONS: Mapping[str, Comparison] = {
     "zmq_vs_raw_pyzmq_8mib": Comparison(8 * MIB, ZMQ_IPC, PYZMQ_IPC),
     "zmq_tcp_vs_raw_pyzmq_8mib": Comparison(8 * MIB, ZMQ_TCP, PYZMQ_TCP),
     "shm_vs_raw_zmq_8mib": Comparison(8 * MIB, SHM, PYZMQ_IPC),
+    "nixl_vs_raw_nixl_tcp_8mib": Comparison(8 * MIB, NIXL, RAW_NIXL_TCP),
 }
 
 

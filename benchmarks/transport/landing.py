@@ -15,7 +15,9 @@ from triptych.core.plan import EmbeddingSource
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.server import RpcServer
 from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id
-from triptych.transport.names import SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import NIXL, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.nixl_api import NixlDriver
+from triptych.transport.nixl_driver import UcxDriver
 from triptych.transport.receiver import Receivers
 from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
@@ -99,7 +101,7 @@ async def receiver(transport: str, folder: Path, room_bytes: int) -> AsyncIterat
     me = Endpoint(WorkerRef(f"receiver-{transport}", new_epoch()), host_id(), (transport,))
     async with AsyncExitStack() as stack:
         arena, port = await _ways_in(transport, folder, room_bytes, stack)
-        servicer = TransferServicer(me, Receivers(embedding=Landing(arena)), port)
+        servicer = TransferServicer(me, Receivers(embedding=Landing(arena)), port, nixl=nixl_of(transport))
         server = RpcServer("127.0.0.1", 0, token=None)
         server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
         address = f"127.0.0.1:{await server.start()}"
@@ -116,11 +118,18 @@ async def _ways_in(
         stack.callback(segment.close)
         touched(segment.buffer)
         return Arena.shared(ArenaKind.EMBEDDING, LAYOUT, segment), None
+    if transport == NIXL:
+        return private_arena(room_bytes), None
     path = data_socket_path(folder, f"receiver-{transport}") if transport == ZMQ_IPC else None
     port = DataPort("127.0.0.1", 0 if transport == ZMQ_TCP else None, path)
     stack.push_async_callback(port.close)
     await port.open()
     return private_arena(room_bytes), port
+
+
+def nixl_of(transport: str) -> NixlDriver | None:
+    """Raises NixlError where it is not installed."""
+    return UcxDriver("127.0.0.1") if transport == NIXL else None
 
 
 def info(me: Endpoint, address: str) -> WorkerInfo:

@@ -14,8 +14,8 @@ import numpy as np
 import zmq
 
 from benchmarks.transport.arms import Arm, Transfer
-from benchmarks.transport.cells import GRPC, MOONCAKE, NIXL, PYZMQ_IPC, PYZMQ_TCP, under_way
-from benchmarks.transport.receivers import ANY_LENGTH, METHOD, SERVICE, Where
+from benchmarks.transport.cells import GRPC, MOONCAKE, PYZMQ_IPC, PYZMQ_TCP, RAW_NIXL, RAW_NIXL_TCP, under_way
+from benchmarks.transport.receivers import ANY_LENGTH, METHOD, SERVICE, TCP_ALONE, Where, nixl_agent
 from triptych.transport.zmq_carrier import SEND_HIGH_WATER
 
 TIMEOUT_S = 30.0
@@ -101,9 +101,8 @@ class GrpcBytes:
 class Nixl:
     """One-sided writes by UCX, as many handles as are under way. Nobody is told of what has landed."""
 
-    def __init__(self, where: Where, source: memoryview) -> None:
-        api = importlib.import_module("nixl._api")
-        self._agent = api.nixl_agent("sender", api.nixl_agent_config(backends=["UCX"]))
+    def __init__(self, where: Where, source: memoryview, backend: dict[str, str]) -> None:
+        self._agent = nixl_agent("sender", backend)
         self._source = np.frombuffer(source, dtype=np.uint8)
         self._there = where["memory"]
         self._registered = self._agent.register_memory([(self._here, len(source), 0, "")], "DRAM")
@@ -198,6 +197,7 @@ SENDERS: Mapping[str, Callable[[Where, memoryview], ClosableArm]] = {
     PYZMQ_IPC: Pyzmq,
     PYZMQ_TCP: Pyzmq,
     GRPC: GrpcBytes,
-    NIXL: Nixl,
+    RAW_NIXL: partial(Nixl, backend={}),
+    RAW_NIXL_TCP: partial(Nixl, backend=TCP_ALONE),
     MOONCAKE: Mooncake,
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.transport.cells import OURS
 from benchmarks.transport.landing import receiver
 from benchmarks.transport.receivers import RECEIVERS
+from triptych.transport.nixl_api import NixlError
 
 WORD = "benchmark-peer "
 """Begins the one line that the other process reads; libraries may print others."""
@@ -23,7 +24,10 @@ WORD = "benchmark-peer "
 def main(argv: Sequence[str]) -> int:
     kind, folder, room_bytes = argv[0], Path(argv[1]), int(argv[2])
     if kind in OURS:
-        asyncio.run(_serve_ours(kind, folder, room_bytes))
+        try:
+            asyncio.run(_serve_ours(kind, folder, room_bytes))
+        except NixlError as error:
+            say({"absent": str(error)})
         return 0
     try:
         where = RECEIVERS[kind](folder, room_bytes)

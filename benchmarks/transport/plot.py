@@ -24,6 +24,8 @@ COLOURS = {
     "pyzmq-tcp": "#e0a96f",
     "grpc": "#888888",
     "nixl": "#5a8f00",
+    "raw-nixl": "#9bc53d",
+    "raw-nixl-tcp": "#c3d98b",
     "mooncake": "#d0342c",
 }
 CHARTS = (("gb_per_s", "stream, GB/s (more is better)"), ("round_trip_us", "round trip, us (less is better)"))

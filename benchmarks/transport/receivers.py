@@ -18,12 +18,14 @@ import grpc
 import numpy as np
 import zmq
 
-from benchmarks.transport.cells import GRPC, MOONCAKE, NIXL, PYZMQ_IPC, PYZMQ_TCP
+from benchmarks.transport.cells import GRPC, MOONCAKE, PYZMQ_IPC, PYZMQ_TCP, RAW_NIXL, RAW_NIXL_TCP
+from triptych.transport.nixl_driver import engine_config
 from triptych.transport.zmq_port import RECEIVE_HIGH_WATER
 
 Where = dict[str, Any]
 SERVICE, METHOD = "benchmark.Bytes", "Take"
 ANY_LENGTH = -1
+TCP_ALONE = {"engine_config": engine_config("127.0.0.1", {})}
 _kept: list[object] = []  # what must live as long as the process
 
 
@@ -64,13 +66,28 @@ def grpc_bytes(_: Path, __: int) -> Where:
 
 
 def nixl(_: Path, room_bytes: int) -> Where:
-    """Host memory that NIXL's UCX backend writes to from afar."""
-    api = importlib.import_module("nixl._api")
+    """Host memory that NIXL's UCX backend writes to from afar, by whatever way UCX likes best."""
+    return _nixl(room_bytes, {})
+
+
+def nixl_tcp(_: Path, room_bytes: int) -> Where:
+    """By the network alone, as ours."""
+    return _nixl(room_bytes, TCP_ALONE)
+
+
+def _nixl(room_bytes: int, backend: dict[str, str]) -> Where:
     memory = np.zeros(room_bytes, dtype=np.uint8)
-    agent = api.nixl_agent("receiver", api.nixl_agent_config(backends=["UCX"]))
+    agent = nixl_agent("receiver", backend)
     address = int(memory.ctypes.data)
     _kept.extend((memory, agent, agent.register_memory([(address, room_bytes, 0, "")], "DRAM")))
     return {"agent": base64.b64encode(agent.get_agent_metadata()).decode(), "memory": address}
+
+
+def nixl_agent(name: str, backend: dict[str, str]) -> Any:
+    api = importlib.import_module("nixl._api")
+    agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+    agent.create_backend("UCX", backend)
+    return agent
 
 
 def mooncake(_: Path, room_bytes: int) -> Where:
@@ -88,6 +105,7 @@ RECEIVERS: Mapping[str, Callable[[Path, int], Where]] = {
     PYZMQ_IPC: pyzmq_ipc,
     PYZMQ_TCP: pyzmq_tcp,
     GRPC: grpc_bytes,
-    NIXL: nixl,
+    RAW_NIXL: nixl,
+    RAW_NIXL_TCP: nixl_tcp,
     MOONCAKE: mooncake,
 }

@@ -118,7 +118,7 @@ async def running(
     data_port = DataPort(data_host, 0, data_socket_path(Path(sockets.name), "prefill-1"), keys=keys)
     await data_port.open()
     network = FakeNetwork()
-    servicer = TransferServicer(me, Receivers(embedding, kv), data_port, FakeNixl(network))
+    servicer = TransferServicer(me, Receivers(embedding, kv), data_port, nixl=FakeNixl(network))
     server = RpcServer("127.0.0.1", 0, token=TOKEN)
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
     port = await server.start()

@@ -55,7 +55,7 @@ async def running(driver: NixlDriver, arena_bytes: int = ARENA_BYTES) -> AsyncIt
     me = Endpoint(WorkerRef("prefill-1", 21), host_id(), WAYS)
     data_port = DataPort("127.0.0.1", 0, None)
     await data_port.open()
-    servicer = TransferServicer(me, Receivers(embedding, kv), data_port, driver)
+    servicer = TransferServicer(me, Receivers(embedding, kv), data_port, nixl=driver)
     server = RpcServer("127.0.0.1", 0, token=TOKEN)
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
     port = await server.start()

@@ -266,12 +266,16 @@ async def test_what_does_not_fit_into_the_time_says_so() -> None:
 
 @pytest.fixture
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    for module in ("nixl._api", "nixl._bindings"):
+        monkeypatch.setitem(sys.modules, module, None)
 
 
 @pytest.mark.usefixtures("without_nixl")
-def test_a_library_that_is_not_installed_is_an_absent_arm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert peer.main(["nixl", str(tmp_path), "4096"]) == 0
+@pytest.mark.parametrize("kind", ["raw-nixl", "raw-nixl-tcp", "nixl"])
+def test_a_library_that_is_not_installed_is_an_absent_arm(
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert peer.main([kind, str(tmp_path), "4096"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(peer.WORD) and "it is not installed" in json.loads(said[len(peer.WORD) :])["absent"]
 

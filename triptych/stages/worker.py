@@ -241,7 +241,7 @@ class Worker:
         if self._plan.vision is not None:
             await self._build_vision(adapter, compute, self._plan.vision, links)
         self._exit.push_async_callback(pool.close)
-        self._transfer = TransferServicer(endpoint, receivers, data_port, self._nixl)
+        self._transfer = TransferServicer(endpoint, receivers, data_port, nixl=self._nixl)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
 
     def _kv_terms(self, compute: ComputeChoice) -> KvTerms | None:
