@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from tests.unit.engine_house import PAGE, House, answer_of, heard
 from tests.unit.test_engine_lookahead import Yard
-from triptych.core.errors import Aborted, NoRoom, RequestTooLarge
+from triptych.core.errors import Aborted, NoRoom
 from triptych.core.lifecycle import Phase
 from triptych.core.plan import MAX_RETRACTIONS
 from triptych.engine import loop
@@ -20,7 +19,6 @@ from triptych.engine.loop import LanguageEngine
 from triptych.engine.parking import Parking
 from triptych.engine.residency import Residency
 from triptych.engine.sequence import Sequence
-from triptych.model.runner import Flight, RunOutput
 from triptych.sched.admission import Ticket
 from triptych.sched.retraction import HEADROOM_PAGES, Standing, most_junior, tokens_to_hold
 
@@ -242,73 +240,6 @@ def test_what_the_host_cannot_hold_is_given_back_for_a_replay() -> None:
 # --- replays ----------------------------------------------------------------------------------------------------------
 
 
-class Replaying:
-    """What the router does with answers that are given back: it submits them again with what is out already."""
-
-    def __init__(self, house: House, prompt: list[int], max_tokens: int) -> None:
-        self.house, self.prompt, self.max_tokens = house, prompt, max_tokens
-        self.ids: list[int] = []
-        self.num_replays = 0
-        self.current = house.submit(prompt, max_tokens)
-        self.truth = answer_of(self.current)
-
-    def look(self) -> bool:
-        """True when the answer is whole."""
-        told = heard(self.current)
-        if not told.ended.is_set():
-            return False
-        assert [token.index for token in told.tokens_seen] == [
-            *range(len(self.ids), len(self.ids) + len(told.tokens_seen))
-        ]
-        self.ids += [token.id for token in told.tokens_seen]
-        told.tokens_seen.clear()
-        if told.story[-1] == "retracted":
-            self.num_replays += 1
-            assert self.num_replays <= MAX_RETRACTIONS, "it would be a 503"
-            self.current = self.house.submit(
-                self.prompt, self.max_tokens, answer=self.ids, num_retractions=self.num_replays
-            )
-            return False
-        assert told.error is None, told.error
-        return True
-
-
-@pytest.mark.parametrize("host_pages", [0, 6])
-@pytest.mark.parametrize("kind", HOUSES)
-def test_replays_are_bounded_and_go_on_the_same(kind: type[House], host_pages: int, seed: int) -> None:
-    num_replays = 0
-    for number in range(6):
-        house, dice = kind(num_pages=24, host_pages=host_pages), random.Random(f"{seed}/{number}")
-        prompts = [[name, *(dice.randrange(90) for _ in range(dice.randint(1, 20)))] for name in range(12)]
-        answers = [Replaying(house, prompt, dice.randint(20, 60)) for prompt in prompts]
-        for _ in range(3000):
-            looks = [answer.look() for answer in answers]
-            if all(looks):
-                break
-            house.turn()
-        for answer in answers:
-            assert answer.ids == answer.truth
-        house.turn()
-        assert house.is_clean
-        num_replays += sum(answer.num_replays for answer in answers)
-    assert num_replays > 5, "there was no pressure"
-
-
-@pytest.mark.parametrize("kind", HOUSES)
-def test_a_replay_is_prefilled_with_its_answer_and_penalties_see_all_of_it(kind: type[House]) -> None:
-    house = kind()
-    truth = answer_of(house.new([1, 2, 3, 4, 5, 6], max_tokens=12))
-    replay = house.submit(
-        [1, 2, 3, 4, 5, 6], max_tokens=12, answer=truth[:5], num_retractions=1, repetition_penalty=1.1
-    )
-    house.finish(replay)
-    assert [(token.index, token.id) for token in heard(replay).tokens_seen] == list(enumerate(truth))[5:]
-    rows = [piece.sample for step in house.runner.steps for piece in step if piece.sample is not None]
-    assert [(row.index, row.position) for row in rows] == [(index, 6 + index) for index in range(5, 12)]
-    histories = [row.history.answer_ids.tolist() for row in rows if row.history is not None]
-    assert histories == [truth[:count] for count in range(5, 12)]
-
-
 def test_a_replay_gets_its_reservation_before_all_who_wait() -> None:
     house = House(num_pages=16)
     blocker = house.submit([1] * 8, max_tokens=45)
@@ -322,21 +253,6 @@ def test_a_replay_gets_its_reservation_before_all_who_wait() -> None:
         house.turn()
         order += [each for each in (replay, late, *waiting) if each not in order and each.phase is not Phase.QUEUED]
     assert order[0] is replay, "nobody passes it, however small"
-
-
-def test_a_replay_too_long_for_a_prefill_pool_is_refused_for_good_and_says_what_helps() -> None:
-    """To try again later would not help: 503 would ask for that."""
-    house = House(num_pages=6)
-    fits = house.submit([1] * 15, max_tokens=40, needs_handoff=True)
-    assert not heard(fits).ended.is_set()
-    replay = house.submit([1] * 15, max_tokens=40, needs_handoff=True, answer=[2] * 6, num_retractions=1)
-    error = heard(replay).error
-    assert type(error) is RequestTooLarge and "max_tokens to 6 " in error.message
-    longest = house.submit([2] * 15, max_tokens=6, needs_handoff=True, answer=[2] * 5, num_retractions=1)
-    assert not heard(longest).ended.is_set(), "no answer of so many tokens can be retracted with more of them"
-    house.engine.abort(longest.ref, Aborted("enough"))
-    house.engine.abort(fits.ref, Aborted("enough"))
-    assert house.is_clean
 
 
 # --- faults that must show --------------------------------------------------------------------------------------------
@@ -443,84 +359,3 @@ def test_the_headroom_doubles_and_the_last_time_is_for_the_whole_answer() -> Non
     assert rooms == [100 + 64, 100 + 128, 100 + 256, 10_000]
     assert HEADROOM_PAGES == 4
     assert tokens_to_hold(100, 120, 0, 16) == 120
-
-
-def _no_memory(*_: object) -> None:
-    raise RuntimeError("the host has no memory left")
-
-
-def two_that_decode(house: House) -> tuple[Sequence, Sequence]:
-    pair = house.submit([1, 2, 3, 4, 5], max_tokens=12), house.submit([6, 7, 8, 9], max_tokens=12)
-    house.turn_until(lambda: all(each.phase is Phase.DECODING for each in pair))
-    return pair
-
-
-@pytest.mark.parametrize("kind", HOUSES)
-def test_a_copy_that_fails_concerns_the_one_it_is_of(kind: type[House], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a way without the copy: the router replays it. The others hear nothing of it."""
-    house = kind(host_pages=20)
-    mine, others = two_that_decode(house)
-    monkeypatch.setattr(house.runner, "save_pages", _no_memory)
-    assert house.engine.retract(mine.ref)
-    house.finish(mine, others)
-    assert heard(mine).story[-1] == "retracted"
-    assert heard(others).ids == answer_of(others)
-    house.turn(2)
-    assert house.is_clean
-
-
-@pytest.mark.parametrize("kind", HOUSES)
-def test_a_copy_that_cannot_be_brought_back_concerns_the_one_it_is_of(
-    kind: type[House], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does anybody find what stands in the pages that it should have come back to."""
-    house = kind(host_pages=20)
-    mine, others = two_that_decode(house)
-    with monkeypatch.context() as patch:
-        patch.setattr(house.runner, "load_pages", _no_memory)
-        assert house.engine.retract(mine.ref)
-        house.turn_until(lambda: mine.phase is Phase.RETRACTED or heard(mine).ended.is_set())
-        scribble(house)
-        house.turn_until(lambda: heard(mine).ended.is_set())
-    assert heard(mine).story[-1] == "retracted"
-    again = house.submit(list(mine.plan.compact_ids), max_tokens=12, answer=heard(mine).ids, num_retractions=1)
-    house.finish(others, again)
-    assert heard(others).ids == answer_of(others)
-    assert heard(mine).ids + [token.id for token in heard(again).tokens_seen] == answer_of(mine)
-    house.turn(2)
-    assert house.is_clean
-
-
-@dataclass
-class BrokenFlight:
-    """A step that was computed and then lost."""
-
-    sound: Flight
-
-    def wait(self) -> RunOutput:
-        self.sound.wait()
-        raise RuntimeError("a bug")
-
-
-def test_who_was_asked_to_make_room_still_does_after_a_step_that_failed() -> None:
-    """The step that has to end first may meet a bug of one that is not asked."""
-    house = Yard(host_pages=20)
-    mine = house.submit([1, 2, 3, 4, 5], max_tokens=12, repetition_penalty=1.2)  # it is in every other step
-    other = house.submit([6, 7, 8, 9], max_tokens=30)
-
-    def only_the_other_runs() -> bool:
-        step = house.engine._under_way
-        return step is not None and mine.phase is Phase.DECODING and [p.sequence for p in step.pieces] == [other]
-
-    house.turn_until(only_the_other_runs)
-    assert house.engine.retract(mine.ref)
-    step = house.engine._under_way
-    assert step is not None
-    step.flight = BrokenFlight(step.flight)
-    with pytest.raises(loop.StepFailed):
-        house.turn()
-    assert heard(other).error is not None
-    house.turn()
-    assert mine.num_parked == 1, "it was asked for, and nothing of it was in the step that failed"
-    house.finish(mine)
-    assert heard(mine).ids == answer_of(mine)
