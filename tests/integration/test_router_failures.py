@@ -14,8 +14,8 @@ from services.router.breakers import NUM_FAILURES
 from services.router.pipeline import Answer, Pipeline
 from services.router.tries import MAX_FAILURES, RetryBudget
 from tests.integration import fake_workers as fake
+from tests.integration.fake_requests import D, E, P, collect, expected, plan_of
 from tests.integration.fake_workers import Call, Gone, Script, fake_cluster, once, running
-from tests.integration.test_router_fake_workers import D, E, P, collect, expected, plan_of
 from tests.integration.test_router_replays import NUM_TOKENS, decode_on, decode_some, hub_of, prefill, whole
 from triptych.core.errors import PeerLost, RequestRefused
 from triptych.core.plan import FinishReason

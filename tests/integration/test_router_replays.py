@@ -12,8 +12,8 @@ import pytest
 
 from services.router.pipeline import Answer, Pipeline
 from tests.integration import fake_workers as fake
+from tests.integration.fake_requests import D, P, collect, plan_of
 from tests.integration.fake_workers import Call, Script, once, running
-from tests.integration.test_router_fake_workers import D, P, collect, plan_of
 from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, Unavailable
 from triptych.core.plan import MAX_RETRACTIONS, FinishReason
 from triptych.core.worker import Role
