@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.integration import tiny_cluster
-from tests.integration.test_stages_inprocess import answer
+from tests.integration.stage_asking import answer
 from tests.integration.test_turns import MEDIA, PAGE, num_held, two_turns
 from tests.integration.tiny_cluster import SMALL_POOL
 from tests.parity.prompts import draw_picture

@@ -10,7 +10,7 @@ import pytest
 
 from services.router import calls
 from tests.integration import tiny_cluster
-from tests.integration.test_stages_inprocess import (
+from tests.integration.stage_asking import (
     all_is_given_back,
     answer,
     asked,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.integration import tiny_cluster
+from tests.integration.stage_asking import answer, asked
 from tests.integration.test_cancellation import asked as asked_anew
 from tests.integration.test_cancellation import left
-from tests.integration.test_stages_inprocess import answer, asked
 from tests.integration.tiny_cluster import SMALL_POOL
 from tests.unlike import Differences, UnlikeCluster
 from triptych.core.errors import Unavailable
