@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from benchmarks.transport.cells import GRPC, MOONCAKE, PYZMQ_IPC, PYZMQ_TCP, RAW_NIXL, RAW_NIXL_TCP
-from triptych.transport.nixl_driver import engine_config
+from triptych.transport.nixl_driver import WAKE_US, engine_config
 from triptych.transport.zmq_port import RECEIVE_HIGH_WATER
 
 Where = dict[str, Any]
@@ -84,8 +84,13 @@ def _nixl(room_bytes: int, backend: dict[str, str]) -> Where:
 
 
 def nixl_agent(name: str, backend: dict[str, str]) -> Any:
-    api = importlib.import_module("nixl._api")
+    """Its Python class, but for the thread that drives it: the class has one that never sleeps, and so would take a
+    core from all other arms."""
+    api, bindings = importlib.import_module("nixl._api"), importlib.import_module("nixl._bindings")
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+    config = bindings.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, WAKE_US
+    agent.agent = bindings.nixlAgent(name, config)
     agent.create_backend("UCX", backend)
     return agent
 

@@ -42,7 +42,7 @@ STAGING_BYTES: Final = BLOCK_BYTES * NUM_BLOCKS
 # No write is done for so long: the peer has stopped.
 STALLED_S: Final = 10.0
 # Small writes are done within microseconds: for the first looks the loop only lets others run in between.
-_BUSY_LOOKS: Final = 50
+_BUSY_LOOKS: Final = 200
 _POLL_MIN_S: Final = 0.0002
 _POLL_MAX_S: Final = 0.002
 

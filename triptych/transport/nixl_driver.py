@@ -27,7 +27,7 @@ _UNREVOKABLE: Final = frozenset({"all", "sm", "shm", "mm", "cma", "knem", "xpmem
 _WAYS: Final = "TLS=^sm"
 _LOOPBACK_DEVICE: Final = "lo"
 # The driving thread sleeps until a socket or a card has something, and looks by itself this often.
-_WAKE_US: Final = 10_000
+WAKE_US: Final = 10_000
 _NO_DEVICE: Final = 0
 
 
@@ -61,7 +61,7 @@ class Agent:
         self.library = library
         settings = library.nixlAgentConfig()
         settings.useProgThread = True
-        settings.pthrDelay = _WAKE_US
+        settings.pthrDelay = WAKE_US
         settings.useListenThread = False
         settings.syncMode = library.NIXL_THREAD_SYNC_STRICT  # set up and ended by other threads than it is used by
         self.handle = library.nixlAgent(secrets.token_hex(16), settings)
