@@ -7,148 +7,34 @@ must hold, and `World.key` what the future depends on: two worlds of one key beh
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
-import torch
-
-from triptych.core.clock import SystemClock
+from tests.property.reservation_scenario import (
+    DECODE,
+    DISTURBING,
+    PAGE,
+    PREFILL,
+    ROW_BYTES,
+    ROWS,
+    UNIT_BYTES,
+    WAY,
+    Event,
+    Parts,
+    Place,
+    Request,
+    Scenario,
+    sequence_of,
+)
 from triptych.core.errors import StaleAttempt
 from triptych.core.ids import AttemptRef, WorkerRef
-from triptych.core.plan import EmbeddingSource, Grid, Item, Modality, Plan, Sampling, TokenRange
-from triptych.core.timeline import Timeline
-from triptych.engine.landing import LandingTable, SlotState
-from triptych.engine.residency import Residency
-from triptych.engine.sequence import Handoff, Sequence, SequenceSink
-from triptych.kv.grants import GrantRecord, GrantTable
+from triptych.core.plan import EmbeddingSource
+from triptych.engine.landing import SlotState
+from triptych.engine.sequence import Sequence
 from triptych.kv.manager import CacheManager, SequencePages
 from triptych.kv.radix import Node
-from triptych.sched.admission import AdmissionQueue, Ticket
-from triptych.transport.slots import Slot, SlotAllocator
-
-PAGE = 2
-ROW_BYTES = 32
-UNIT_BYTES = 64
-"""A small picture's room, and the arena's alignment."""
-
-MAX_STATES = 1_000_000
-
-ROWS = torch.zeros(1)
-PREFILL, DECODE = WorkerRef("prefill-0", 1), WorkerRef("decode-0", 2)
-
-
-class Shape(NamedTuple):
-    """A prompt, one character after the other: a small letter is a picture of one page and one unit, a capital one of
-    two; a digit is a token of text. Equal letters are the same picture."""
-
-    prompt: str
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the world is made of; tests put broken ones in."""
-
-    queue: type[AdmissionQueue[int]] = AdmissionQueue
-    residency: type[Residency] = Residency
-    manager: type[CacheManager] = CacheManager
-    grants: type[GrantTable] = GrantTable
-    landing: type[LandingTable] = LandingTable
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """Requests, and the room that they contend for: pages of either pool, units of the arena and of what it keeps.
-    `max_disturbances` bounds how many there are in one order; None is no bound."""
-
-    shapes: tuple[Shape, ...]
-    prefill_pages: int
-    decode_pages: int
-    arena_units: int
-    cache_units: int = 0
-    max_bypass: int = 1
-    max_disturbances: int | None = None
-
-
-class Place(enum.Enum):
-    COMING = "coming"
-    WAITING = "waiting"
-    RUNNING = "running"
-    HANDING = "handing off"
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-class Event(NamedTuple):
-    what: str
-    request: int
-    item: int = -1
-
-
-DISTURBING = frozenset({"abort", "expire"})
-"""What need not come. All else comes some time: whoever writes stops, and whoever runs ends."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """`slots` are those that an encoder may write to; `record` is the grant for as long as prefill or decode knows it,
-    `is_writing` while prefill may write to its pages, of which
-    there are `num_written`."""
-
-    sequence: Sequence
-    place: Place = Place.COMING
-    record: GrantRecord | None = None
-    is_writing: bool = False
-    num_written: int = 0
-    pages: SequencePages | None = None
-    slots: dict[int, Slot] = field(default_factory=dict)
-    num_passed: int = 0
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.place in (Place.RUNNING, Place.HANDING)
-
-
-class _Way:
-    """Where prefill's pages go to."""
-
-    is_congested = False
-
-
-WAY = cast(Handoff, _Way())
-
-
-@cache
-def _plan(shape: Shape) -> tuple[Plan, tuple[int, ...]]:
-    compact: list[int] = []
-    ids: list[int] = []
-    items: list[Item] = []
-    for letter in shape.prompt:
-        if letter.isdigit():
-            ids.append(int(letter))
-        else:
-            rows = PAGE * (2 if letter.isupper() else 1)
-            run = TokenRange(len(compact), len(ids), rows)
-            items.append(Item(Modality.IMAGE, letter.encode() * 32, rows, (run,), Grid(1, 1, rows)))
-            ids += [100 * ord(letter) + row for row in range(rows)]
-        compact.append(ids[-1])
-    return Plan(tuple(compact), tuple(items), Sampling(2), 60.0, priority=shape.priority), tuple(ids)
-
-
-TIMELINE = Timeline("prefill", "prefill-0", SystemClock())
-
-
-def _sequence(number: int, shape: Shape) -> Sequence:
-    plan, ids = _plan(shape)
-    positions = np.zeros((1, len(ids)), dtype=np.int64)
-    sink = cast(SequenceSink, None)
-    made = Sequence(AttemptRef(f"req-{number}"), plan, list(ids), positions, 0, sink, TIMELINE, TIMELINE)
-    made.num_prompt, made.needs_handoff = len(ids), True
-    return made
+from triptych.sched.admission import Ticket
+from triptych.transport.slots import SlotAllocator
 
 
 class World:
@@ -163,7 +49,7 @@ class World:
         self.landing = parts.landing(self.book, scenario.cache_units * UNIT_BYTES)
         self.residency = parts.residency(self.prefill, self.landing, ROW_BYTES)
         self.queue = parts.queue(scenario.max_bypass)
-        self.requests = [Request(_sequence(number, shape)) for number, shape in enumerate(scenario.shapes)]
+        self.requests = [Request(sequence_of(number, shape)) for number, shape in enumerate(scenario.shapes)]
         self.num_left = scenario.max_disturbances
         self.order: tuple[Event, ...] = ()
         self.line: list[int] = []  # those in the queue, in the order in which they came
@@ -467,71 +353,3 @@ def _are_apart(manager: CacheManager, hands: list[set[int]]) -> bool:
     """No page is in two of them, none of them is free, and together with the free ones they are all."""
     free = set(manager._allocator._free)
     return len(free.union(*hands)) == len(free) + sum(map(len, hands)) == manager.num_usable
-
-
-@dataclass(slots=True)
-class Report:
-    """How much was seen, and how often anybody was passed; of each promise that was broken, what led there first."""
-
-    num_states: int = 0
-    num_events: int = 0
-    num_rests: int = 0
-    most_passed: int = 0
-    broken: dict[str, tuple[Event, ...]] = field(default_factory=dict)
-
-
-def breaks(scenario: Scenario, parts: Parts, promises: Collection[str]) -> bool:
-    """Whether some order breaks each of these promises; ends where all are seen to be broken."""
-    report = Report()
-    return any(set(promises) <= report.broken.keys() for _ in _explore(scenario, parts, report, MAX_STATES))
-
-
-def explore(scenario: Scenario, parts: Parts = Parts(), max_states: int = MAX_STATES) -> Report:
-    """All orders of all events, depth first; each state once, rebuilt by its events.
-
-    No event can come twice, so each order ends, and it ends at rest: where nothing is to come but what disturbs. Where
-    all states at rest are as they should be, no continuation of any state can miss that.
-    """
-    report = Report()
-    for _ in _explore(scenario, parts, report, max_states):
-        pass
-    return report
-
-
-def _explore(scenario: Scenario, parts: Parts, report: Report, max_states: int) -> Iterator[None]:
-    """Fills the report, and yields after each order."""
-    seen = set[object]()
-    orders: list[tuple[Event, ...]] = [()]
-    while orders and len(seen) < max_states:
-        world = World(scenario, parts)
-        try:
-            for event in orders.pop():
-                world.apply(event)
-            orders += _follow(world, seen, report)
-        except (AssertionError, KeyError, ValueError, IndexError):
-            report.broken.setdefault("no part objects", world.order)
-        report.num_states = len(seen)
-        yield
-    assert not orders, "there are more states than may be visited"
-
-
-def _follow(world: World, seen: set[object], report: Report) -> Iterator[tuple[Event, ...]]:
-    """Lets always the first event come that is possible, until a state is known; yields the orders that begin with the
-    others."""
-    while True:
-        report.num_events += 1
-        key = world.key()
-        if key in seen:
-            return
-        seen.add(key)
-        possible = list(world.events())
-        is_at_rest = all(event.what in DISTURBING for event in possible)
-        report.num_rests += is_at_rest
-        report.most_passed = max(report.most_passed, *(request.num_passed for request in world.requests))
-        for promise in (*world.broken(), *(world.broken_at_rest() if is_at_rest else ())):
-            report.broken.setdefault(promise, world.order)
-        if not possible:
-            return
-        for event in possible[1:]:
-            yield (*world.order, event)
-        world.apply(possible[0])

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from tests.property.reservation_world import PAGE, Parts, Scenario, Shape, breaks, explore
+from tests.property.reservation_explorer import breaks, explore
+from tests.property.reservation_scenario import PAGE, Parts, Scenario, Shape
 from tests.seed import IS_FULL, rotating
 from triptych.core.ids import AttemptRef
 from triptych.engine.landing import LandingTable, SlotState, Wanted
