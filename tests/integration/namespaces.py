@@ -147,6 +147,17 @@ def cut_off(host: Host, port: int) -> Iterator[None]:
         _inside(host, "iptables", "-D", *rule)
 
 
+@contextlib.contextmanager
+def unplugged(host: Host) -> Iterator[None]:
+    """Whatever comes to it from the other is dropped, without a word to anybody."""
+    rule = ("INPUT", "!", "-i", "lo", "-j", "DROP")
+    _inside(host, "iptables", "-I", *rule)
+    try:
+        yield
+    finally:
+        _inside(host, "iptables", "-D", *rule)
+
+
 def why_not_cut(host: Host) -> str | None:
     """What is missing to throttle and cut its link; None when nothing is."""
     for tool in ("tc", "iptables"):

@@ -96,7 +96,8 @@ class Spread:
 
 
 @contextlib.contextmanager
-def spread(folder: Path) -> Iterator[Spread]:
+def spread(folder: Path, *more: str) -> Iterator[Spread]:
+    """`more` are flags of the workers."""
     model, runtime, ready = str(bundled_model()), folder / "run", folder / "ready.json"
     files = Authority(folder).issue()
     tls = ["--tls-cert", str(files.cert), "--tls-key", str(files.key), "--tls-ca", str(files.ca)]
@@ -106,7 +107,7 @@ def spread(folder: Path) -> Iterator[Spread]:
         for role, host in places.items():
             flags = ["--model", model, "--runtime-dir", str(runtime), "--worker-id", f"{role}-0"]
             flags += ["--host", host.address, "--threads", "1", *tls]
-            flags += ["--data-port", str(DATA_PORTS[role])]
+            flags += ["--data-port", str(DATA_PORTS[role]), *more]
             running[role] = stack.enter_context(service(host, role, folder / f"{role}.log", *flags))
         flags = ["--model", model, "--runtime-dir", str(runtime), "--host", there.address, "--port", "0", *tls]
         running["router"] = stack.enter_context(
