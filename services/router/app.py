@@ -17,6 +17,8 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
+from services.router.admission.key_file import is_open_to_others, load_keyring
+from services.router.admission.keyring import Keyring
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
 from services.router.fetch import FetchLimits, UrlFetcher
@@ -102,7 +104,8 @@ class Cluster:
 async def router_app(
     settings: RouterSettings, model: Model, cluster: Cluster, channels: ChannelPool
 ) -> AsyncIterator[FastAPI]:
-    """The ASGI application; closes what it owns when the block ends."""
+    """The ASGI application; closes what it owns when the block ends. Raises StartupError."""
+    keyring = _keyring(settings)
     clock = SystemClock()
     async with _reading(settings) as (reader, executor):
         chat = ChatService(
@@ -118,7 +121,7 @@ async def router_app(
             token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
-        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes))
+        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), keyring)
 
 
 @asynccontextmanager
@@ -140,6 +143,17 @@ async def _reading(settings: RouterSettings) -> AsyncIterator[tuple[MediaReader,
     finally:
         await fetcher.close()
         resolver.close()
+
+
+def _keyring(settings: RouterSettings) -> Keyring | None:
+    """Raises StartupError."""
+    path = settings.api_keys_file
+    keyring = load_keyring(path, settings.api_keys)
+    if path is not None and is_open_to_others(path):
+        _log.warning("every user of this machine can read the keys file; chmod o-r it", extra={"file": path.name})
+    if keyring is not None:
+        _log.info("callers need an API key", extra={"num_tenants": len(keyring.tenants)})
+    return keyring
 
 
 async def serve(settings: RouterSettings) -> None:

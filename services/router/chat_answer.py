@@ -41,13 +41,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChatJob:
-    """All that answering needs. `token_bytes` gives the bytes of a token id, for log probabilities."""
+    """All that answering needs. `token_bytes` gives the bytes of a token id, for log probabilities; `used` is told the
+    tokens of prompt and answers, unless it failed before there was one."""
 
     question: Question
     envelope: Envelope
     with_usage: bool
     with_timeline: bool
     token_bytes: Callable[[int], bytes]
+    used: Callable[[int, int], None]
 
 
 class ChatAnswer(Response):
@@ -61,6 +63,16 @@ class ChatAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A caller that does not read what it is sent is cut off soon after the request's time: else it would hold the
         pictures and the connection for as long as it likes."""
+        has_ended = False
+        try:
+            await self._run(receive, send)
+            has_ended = True
+        finally:
+            num_completion_tokens = sum(text.num_tokens for text in self._job.question.texts)
+            if has_ended or num_completion_tokens:
+                self._job.used(self._job.question.plan.num_prompt_tokens, num_completion_tokens)
+
+    async def _run(self, receive: Receive, send: Send) -> None:
         asked = self._job.question
         try:
             async with asyncio.timeout(asked.plan.timeout_s + READ_GRACE_S) as limit:

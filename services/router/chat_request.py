@@ -27,6 +27,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
+MAX_SALT_CHARS = 256
 _INT31 = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -71,6 +72,7 @@ class ChatRequest:
     options: SamplingOptions = SamplingOptions()
     num_choices: int = 1
     priority: int = 0
+    cache_salt: str = ""
 
 
 def _as_stops(value: Any) -> tuple[str, ...]:
@@ -130,6 +132,7 @@ class ChatCompletionBody(BaseModel):
     min_tokens: Annotated[int, Field(ge=0, le=_INT31)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_STOP_TOKENS)] | None
     ) = None
@@ -165,6 +168,7 @@ def parse_chat_request(body: object) -> ChatRequest:
         options=_options(parsed, max_tokens),
         num_choices=num_choices,
         priority=parsed.priority or 0,
+        cache_salt=parsed.cache_salt or "",
     )
 
 

@@ -8,14 +8,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
+from services.router.admission.ledger import Cost
 from services.router.answer_text import AnswerText
 from services.router.chat_answer import ChatAnswer, ChatJob, StreamedChatAnswer, WholeChatAnswer
 from services.router.chat_request import ChatRequest, parse_chat_request
 from services.router.choices import Question
+from services.router.guard import visit_of
 from services.router.http import read_json_body
 from services.router.media import Media, MediaReader
 from services.router.pipeline import WORKER_ID, Pipeline
@@ -26,6 +28,7 @@ from triptych.core.clock import Clock
 from triptych.core.errors import DeadlineExceeded, InvalidRequest, ModalityUnsupported, ModelNotFound
 from triptych.core.plan import Modality, Plan
 from triptych.core.timeline import Timeline
+from triptych.mm.identity import tenant_salt
 from triptych.obs import metrics
 from triptych.obs.log import for_request
 from triptych.text.detokenizer import IncrementalDetokenizer
@@ -73,14 +76,17 @@ class ChatService:
 
     async def _prepare(self, request: Request, deadline_s: float) -> ChatAnswer:
         request_id: str = request.state.request_id
+        visit = visit_of(request)
         timeline = Timeline("router", WORKER_ID, self.clock)
         stopwatch = Stopwatch(timeline)
         with timeline.span("parse"):
             chat = parse_chat_request(await read_json_body(request, self.limits.max_body_bytes))
+            chat = replace(chat, priority=visit.tenant.priority_of(chat.priority))
             self._check(chat, request_id)
             media = await self.reader.read_all(chat.media, request.state.held_bytes.take)
         with timeline.span("plan"):
-            plan = await self._plan(chat, media, deadline_s)
+            plan = await self._plan(chat, media, deadline_s, tenant_salt(visit.tenant.name, chat.cache_salt))
+        await visit.charge(_cost(plan, chat.num_choices))
         metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
         question = Question(
             request_id=request_id,
@@ -96,6 +102,7 @@ class ChatService:
             with_usage=chat.include_usage,
             with_timeline=request.headers.get(TIMELINE_HEADER, "0") == "1",
             token_bytes=self.token_bytes,
+            used=visit.used,
         )
         kind = StreamedChatAnswer if chat.stream else WholeChatAnswer
         return kind(job, self.pipeline)
@@ -115,8 +122,15 @@ class ChatService:
         metrics.FALLBACKS.labels("ignored_parameter").inc()
         for_request(_log, request_id).info("parameters were ignored", extra={"parameters": names})
 
-    async def _plan(self, chat: ChatRequest, media: Sequence[Media], deadline_s: float) -> Plan:
+    async def _plan(self, chat: ChatRequest, media: Sequence[Media], deadline_s: float, salt: bytes) -> Plan:
         loop = asyncio.get_running_loop()
+        timeout_s = deadline_s - loop.time()
         return await loop.run_in_executor(
-            self.executor, self.planner.plan, chat, media, self.context_tokens(), deadline_s - loop.time()
+            self.executor, self.planner.plan, chat, media, self.context_tokens(), timeout_s, salt
         )
+
+
+def _cost(plan: Plan, num_choices: int) -> Cost:
+    """The most that it can come to."""
+    pixels = sum(item.width_px * item.height_px for item in plan.items)
+    return Cost(plan.num_prompt_tokens + num_choices * plan.sampling.max_tokens, pixels)

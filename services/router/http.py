@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -12,18 +13,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.router.byte_budget import ByteBudget, ByteLease
 from services.router.responses import INTERNAL_MESSAGE, Json, error_json
-from triptych.core.errors import CapacityError, InvalidRequest, PayloadTooLarge, TriptychError
+from triptych.core.errors import (
+    CapacityError,
+    InvalidRequest,
+    PayloadTooLarge,
+    RateLimited,
+    TriptychError,
+    Unauthenticated,
+)
 from triptych.core.ids import new_request_id
 from triptych.obs import metrics
 from triptych.obs.log import for_request
 
 CHAT_PATH = "/v1/chat/completions"
-_ENDPOINTS = frozenset({CHAT_PATH, "/v1/models", "/health", "/ready", "/metrics", "/openapi.json"})
+_ENDPOINTS = frozenset({CHAT_PATH, "/v1/models", "/health", "/health/ready", "/ready", "/metrics", "/openapi.json"})
 # What JSON takes to decode, on the event loop, goes by its values, and they by their commas: 64 MiB of nothing else are
 # seconds. No text that fits a model's context has nearly as many.
 MAX_COMMAS = 500_000
 _CLIENT_GONE = 499
-_RETRY_AFTER_S = "1"
+_RETRY_AFTER_S = 1
+_MOST_RETRY_AFTER_S = 3600
 
 _log = logging.getLogger(__name__)
 
@@ -89,8 +98,19 @@ class _Exchange:
 
 def error_response(error: TriptychError) -> JsonResponse:
     metrics.REQUEST_ERRORS.labels(error.code).inc()
-    headers = {"retry-after": _RETRY_AFTER_S} if isinstance(error, CapacityError) else None
+    headers: dict[str, str] = {}
+    if isinstance(error, CapacityError):
+        headers["retry-after"] = _retry_after(error)
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return JsonResponse(error_json(error), status_code=error.http_status, headers=headers)
+
+
+def _retry_after(error: CapacityError) -> str:
+    """Whole seconds, rounded up: who comes at that moment is let in."""
+    if not isinstance(error, RateLimited):
+        return str(_RETRY_AFTER_S)
+    return str(min(max(math.ceil(error.retry_after_s), _RETRY_AFTER_S), _MOST_RETRY_AFTER_S))
 
 
 async def on_triptych_error(request: Request, error: Exception) -> Response:

@@ -11,9 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.router.admission.keyring import Keyring
+from services.router.admission.meter import LocalMeter, Meter
 from services.router.byte_budget import ByteBudget
 from services.router.chat_request import ChatCompletionBody
 from services.router.chat_service import ChatService
+from services.router.guard import Guard
 from services.router.http import CHAT_PATH, JsonResponse, RequestScope, on_http_error, on_triptych_error
 from services.router.responses import model_json
 from triptych.core.errors import ModelNotFound, TriptychError
@@ -28,11 +31,19 @@ _BODY_SCHEMA: dict[str, Any] = {
 }
 
 
-def build_api(chat: ChatService, missing_roles: Callable[[], tuple[Role, ...]], budget: ByteBudget) -> FastAPI:
-    """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold."""
+def build_api(
+    chat: ChatService,
+    missing_roles: Callable[[], tuple[Role, ...]],
+    budget: ByteBudget,
+    keyring: Keyring | None = None,
+    meter: Meter | None = None,
+) -> FastAPI:
+    """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold. `keyring`: whose keys
+    open the API; without one it is open to all. `meter`: of what tenants use; one of this process if not given."""
     # A redirect would name whatever host the caller wrote into its Host header.
     app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(RequestScope, budget=budget)
+    app.add_middleware(Guard, keyring=keyring, meter=meter or LocalMeter(chat.clock))
+    app.add_middleware(RequestScope, budget=budget)  # around the guard
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
     _add_chat(app, chat)
@@ -75,6 +86,13 @@ def _add_probes(app: FastAPI, missing_roles: Callable[[], tuple[Role, ...]]) -> 
         missing = [role.value for role in missing_roles()]
         body = {"status": "waiting" if missing else "ready", "missing": missing}
         return JsonResponse(body, status_code=503 if missing else 200)
+
+    @app.get("/health/ready")
+    @app.head("/health/ready", include_in_schema=False)
+    async def health_ready() -> Response:
+        """The same for those who have no key, without saying what is missing."""
+        is_ready = not missing_roles()
+        return JsonResponse({"status": "ready" if is_ready else "waiting"}, status_code=200 if is_ready else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:

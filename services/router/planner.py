@@ -81,8 +81,11 @@ class Planner:
         self._encoder = encoder
         self._defaults = defaults
 
-    def plan(self, request: ChatRequest, media: Sequence[Media], context_tokens: int, timeout_s: float) -> Plan:
-        """`media` belongs to the request's pictures, in order; `context_tokens` is what every worker can hold.
+    def plan(
+        self, request: ChatRequest, media: Sequence[Media], context_tokens: int, timeout_s: float, salt: bytes = b""
+    ) -> Plan:
+        """`media` belongs to the request's pictures, in order; `context_tokens` is what every worker can hold; `salt`
+        keeps what is cached for it from others.
 
         Raises:
             RequestTooLarge: the prompt leaves no room for a token.
@@ -92,18 +95,19 @@ class Planner:
         _refuse_endless_text(request, context_tokens)
         self._check_token_ids(request.options)
         encoded = self._encoder.encode_chat(request.messages)
-        compact_ids, items = self._place(encoded, media)
+        compact_ids, items = self._place(encoded, media, salt)
         prompt_tokens = len(compact_ids) + sum(item.num_tokens - len(item.ranges) for item in items)
         return Plan(
             compact_ids=tuple(compact_ids),
             items=tuple(items),
             sampling=self._sampling(request, _answer_room(prompt_tokens, request, context_tokens)),
             timeout_s=timeout_s,
+            cache_salt=salt,
             model_fingerprint=self._model.fingerprint,
             priority=request.priority,
         )
 
-    def _place(self, encoded: EncodedChat, media: Sequence[Media]) -> tuple[list[int], list[Item]]:
+    def _place(self, encoded: EncodedChat, media: Sequence[Media], salt: bytes) -> tuple[list[int], list[Item]]:
         """Repeats each picture's placeholder once per run, and says where the runs lie in the expanded prompt.
 
         compact ids:  a b P c P P d        (the second picture has two runs)
@@ -121,13 +125,13 @@ class Planner:
                 ranges.append(TokenRange(len(compact_ids), len(compact_ids) + grown, length))
                 compact_ids.append(encoded.compact_ids[index])
                 grown += length - 1
-            items.append(self._item(one, layout, ranges))
+            items.append(self._item(one, layout, ranges, salt))
         return compact_ids + encoded.compact_ids[copied:], items
 
-    def _item(self, media: Media, layout: ItemLayout, ranges: list[TokenRange]) -> Item:
+    def _item(self, media: Media, layout: ItemLayout, ranges: list[TokenRange], salt: bytes) -> Item:
         return Item(
             modality=Modality.IMAGE,
-            identity=self._model.identity(Modality.IMAGE, media.data),
+            identity=self._model.identity(Modality.IMAGE, media.data, salt),
             num_tokens=layout.num_tokens,
             ranges=tuple(ranges),
             grid=layout.grid,

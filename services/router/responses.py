@@ -10,6 +10,7 @@ from triptych.core.errors import (
     AttemptError,
     CapacityError,
     DeadlineExceeded,
+    Forbidden,
     Overloaded,
     RequestError,
     TriptychError,
@@ -121,6 +122,8 @@ def _error_type(error: TriptychError) -> str:
     match error:
         case Unauthenticated():
             return "authentication_error"
+        case Forbidden():
+            return "permission_error"
         case RequestError():
             return "invalid_request_error"
         case Overloaded():

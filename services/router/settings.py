@@ -41,6 +41,10 @@ class RouterSettings(TlsSettings):
     max_request_media_bytes: int = field(
         default=128 * _MIB, metadata={"help": "encoded size of all pictures of one request", "min": 1}
     )
+    api_keys_file: Path | None = field(
+        default=None, metadata={"help": "TOML file of tenants and their keys; with one, callers need a key"}
+    )
+    api_keys: tuple[str, ...] = field(default=(), repr=False, metadata={"secret": True})
     allow_url_fetch: bool = field(
         default=True, metadata={"help": "fetch pictures from http(s) URLs, not only from data: URIs"}
     )

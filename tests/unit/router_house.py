@@ -19,6 +19,7 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
+from services.router.admission.keyring import Keyring
 from services.router.app import Model
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
@@ -126,7 +127,11 @@ async def api(model: Model) -> AsyncIterator[Api]:
 
 @asynccontextmanager
 async def serve(
-    model: Model, strict: bool = False, timeout_s: float = 5.0, max_held_bytes: int = 10**9
+    model: Model,
+    strict: bool = False,
+    timeout_s: float = 5.0,
+    max_held_bytes: int = 10**9,
+    keyring: Keyring | None = None,
 ) -> AsyncIterator[Api]:
     pipeline = ScriptedPipeline(model.tokenizer.tokenizer.encode(TEXT, add_special_tokens=False).ids)
     before = Image.MAX_IMAGE_PIXELS
@@ -146,7 +151,7 @@ async def serve(
         )
         missing: list[Role] = []
         budget = ByteBudget(max_held_bytes)
-        app = build_api(chat, lambda: tuple(missing), budget)
+        app = build_api(chat, lambda: tuple(missing), budget, keyring)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             found = Api(app, client, pipeline, model.adapter.model_name)

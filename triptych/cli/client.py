@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import httpx
 from triptych.cli.sample import data_uri
 from triptych.core.errors import StartupError, TriptychError
 
+API_KEY_VARIABLE = "TRIPTYCH_API_KEY"
 TIMELINE_HEADER = "x-triptych-timeline"
 _SIGNATURES = {
     b"\x89PNG\r\n\x1a\n": "image/png",
@@ -57,9 +59,13 @@ def media_type(content: bytes) -> str:
 class ChatClient:
     """Talks to one server. Use as a context manager."""
 
-    def __init__(self, url: str, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, url: str, timeout_seconds: float = 120.0, api_key: str | None = None) -> None:
+        """`api_key`: for a server that asks for one; $TRIPTYCH_API_KEY if not given."""
         self._url = url.rstrip("/").removesuffix("/v1")  # with or without it, as the OpenAI client wants it
-        self._http = httpx.Client(timeout=httpx.Timeout(timeout_seconds, connect=5.0), trust_env=False)
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE)
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(timeout_seconds, connect=5.0)
+        self._http = httpx.Client(timeout=timeout, trust_env=False, headers=headers)
 
     def __enter__(self) -> ChatClient:
         return self

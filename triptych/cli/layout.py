@@ -52,7 +52,7 @@ def notices(settings: UpSettings, port: int, cores: int) -> list[str]:
     if settings.port is None and port != DEFAULT_PORT:
         said.append(f"port {DEFAULT_PORT} is taken; the API listens on {port} (--port chooses one)")
     if not is_loopback(settings.host):
-        said.append("the API asks nobody who they are: let only those reach it who may use it")
+        said.append("without API keys the API asks nobody who they are: let only those reach it who may use it")
     if are_crowded(settings, cores):
         threads, workers = settings.threads, len(_wanted(settings))
         said.append(

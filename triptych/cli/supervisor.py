@@ -34,10 +34,10 @@ class ApiAddress:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def is_ready(self) -> bool:
-        """Whether `/ready` answers 200 within a second."""
+        """Whether `/health/ready`, which asks for no key, answers 200 within a second."""
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=1.0)
         try:
-            connection.request("GET", "/ready")
+            connection.request("GET", "/health/ready")
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
@@ -50,7 +50,7 @@ class Supervisor:
 
     Args:
         workers: the stages' processes; ready when the registry says so.
-        router: ready when its `/ready` answers.
+        router: ready when its `/health/ready` answers.
         signals: asked several times a second whether to stop.
     """
 

@@ -17,6 +17,7 @@ TABLES = frozenset({"router", "encoder", "prefill", "decode", "mono", "up"})
 OTHER_VARIABLES = frozenset(
     {
         CONFIG_VARIABLE,
+        "TRIPTYCH_API_KEY",  # a caller's own: `triptych chat`, the demo
         "TRIPTYCH_PARITY",
         "TRIPTYCH_PARITY_OUT",
         "TRIPTYCH_PARITY_SHARD",
@@ -51,6 +52,8 @@ _UP = {
 }
 _ROUTER = {
     "allow_url_fetch",
+    "api_keys",
+    "api_keys_file",
     "fetch_allow",
     "fetch_deny",
     "fetch_only",

@@ -9,11 +9,14 @@
     │   ├── MediaUnsupported    a format or modality we do not take   415 / 400
     │   ├── RequestTooLarge     would not fit an empty pool           400
     │   ├── PayloadTooLarge     more bytes than the limit             413
+    │   ├── HeadersTooLarge     more bytes of headers than the limit  431
     │   ├── ModelNotFound                                             404
-    │   └── Unauthenticated                                           401
+    │   ├── Unauthenticated     no API key, or one that is not known  401
+    │   └── Forbidden           not for this tenant                   403
     ├── CapacityError           try again later                       429 / 503
     │   ├── NoRoom              a pool is full just now (retriable)
     │   ├── Overloaded          the router's queue is full
+    │   │   └── RateLimited     the tenant has had its share
     │   └── Unavailable         no worker for a stage
     ├── AttemptError            this try is over, another may work
     │   ├── StaleAttempt        a newer attempt is known
@@ -84,6 +87,11 @@ class PayloadTooLarge(RequestError):
     http_status = 413
 
 
+class HeadersTooLarge(RequestError):
+    code = "headers_too_large"
+    http_status = 431
+
+
 class ModelNotFound(RequestError):
     code = "model_not_found"
     http_status = 404
@@ -101,6 +109,12 @@ class Unauthenticated(RequestError):
     grpc_status = "UNAUTHENTICATED"
 
 
+class Forbidden(RequestError):
+    code = "forbidden"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
 class CapacityError(TriptychError):
     code = "capacity"
     http_status = 503
@@ -115,6 +129,16 @@ class NoRoom(CapacityError):
 class Overloaded(CapacityError):
     code = "overloaded"
     http_status = 429
+
+
+class RateLimited(Overloaded):
+    """`retry_after_s`: when the same may be asked again."""
+
+    code = "rate_limited"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(CapacityError):

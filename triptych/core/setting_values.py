@@ -41,6 +41,10 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def is_secret(self) -> bool:
+        return bool(self.metadata.get("secret"))
+
+    @property
     def metavar(self) -> str:
         choices = self.metadata.get("choices")
         return "|".join(map(str, choices)) if choices else _METAVARS[self.kind]
@@ -91,7 +95,8 @@ def _within_limits(setting: Setting, value: Any, where: str) -> object:
 
 
 def _refusal(setting: Setting, value: object, where: str, expected: str) -> StartupError:
-    return StartupError(f"the setting {setting.name} must be {expected}, but {where} gives {_shown(value)}")
+    given = "something else" if setting.is_secret else _shown(value)
+    return StartupError(f"the setting {setting.name} must be {expected}, but {where} gives {given}")
 
 
 def _kind_of(hint: object) -> tuple[Any, bool]:

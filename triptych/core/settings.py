@@ -3,7 +3,8 @@
     --field-name VALUE  >  TRIPTYCH_FIELD_NAME  >  [service] field_name in TOML  >  field_name at its top  >  default
 
 A field is a str, int, float, bool, Path, tuple[str, ...] or one of these `| None`. Its metadata may hold `help`,
-`choices`, `min` and `max`. Anything unknown or malformed raises StartupError with a sentence that says how to mend it.
+`choices`, `min`, `max` and `secret`: then it has no flag, and its value is shown nowhere. Anything unknown or malformed
+raises StartupError with a sentence that says how to mend it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def _read_flags(settings: Mapping[str, Setting], command: str, argv: Sequence[st
     parser = _Parser(prog=command, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     for setting in settings.values():
+        if setting.is_secret:  # whoever is on the machine can read command lines
+            continue
         if setting.kind is bool:
             parser.add_argument(
                 setting.flag, dest=setting.name, nargs="?", const="true", metavar="true|false", help=setting.help

@@ -17,6 +17,15 @@ from triptych.mm.tensor import TensorValue
 
 _IDENTITY_TAG = b"triptych/item-identity/v1"
 _TENSOR_TAG = b"triptych/tensor-identity/v1"
+_SALT_TAG = b"triptych/tenant-salt/v1"
+
+
+def tenant_salt(tenant: str, cache_salt: str = "") -> bytes:
+    """What keeps the cached pictures and KV of a tenant's callers, with the salt that they ask for, from all others':
+    32 bytes, or none for nobody's tenant without a salt. All routers of a cluster compute the same."""
+    if not tenant and not cache_salt:
+        return b""
+    return _digest((_SALT_TAG, tenant.encode(), cache_salt.encode()))
 
 
 def item_identity(

@@ -81,6 +81,13 @@ MEDIA_FETCH_SECONDS = Histogram(
 )
 MEDIA_FETCH_BYTES = Counter("triptych_media_fetch_bytes_total", "Bytes of the pictures that were fetched")
 
+TENANT_REQUESTS = Counter("triptych_tenant_requests_total", "Chat requests that came in, by tenant", ("tenant",))
+TENANT_REFUSALS = Counter(
+    "triptych_tenant_refusals_total", "Chat requests beyond what their tenant may use", ("tenant", "reason")
+)
+TENANT_TOKENS = Counter("triptych_tenant_tokens_total", "Tokens that tenants used", ("tenant", "kind"))
+TENANT_PIXELS = Counter("triptych_tenant_pixels_total", "Pixels that tenants sent", ("tenant",))
+
 # --- encoder ----------------------------------------------------------------------------------------------------------
 
 ENCODER_ITEMS = Counter("triptych_encoder_items_total", "Items finished, by where the embedding came from", ("source",))

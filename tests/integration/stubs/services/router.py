@@ -1,4 +1,4 @@
-"""Answers /ready."""
+"""Answers /health/ready."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""Who asks: a tenant, what it may use, and what its callers may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.rpc.convert import MAX_PRIORITY
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a tenant may use in a minute, on average; after a quiet minute all of it at once. None is no limit.
+
+    Tokens are those of the prompt, embedding rows included, and of the answers; pixels those of pictures as they were
+    sent.
+    """
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    pixels_per_minute: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose caches are its own.
+
+    Attributes:
+        name: unique in a cluster; the label of metrics.
+        max_concurrent: requests of this tenant that may be under way, those that wait included.
+        priority: the most urgent `priority` that its requests may have; the lower, the more urgent.
+        is_admin: its callers may read what concerns all tenants.
+    """
+
+    name: str
+    rates: Rates = Rates()
+    max_concurrent: int | None = None
+    priority: int = 0
+    is_admin: bool = False
+
+    def priority_of(self, wished: int) -> int:
+        return max(wished, self.priority)
+
+
+ANYBODY = Tenant("", priority=-MAX_PRIORITY, is_admin=True)
+"""Everybody, where no keys are configured: whoever reaches the API may use all of it."""

@@ -1,0 +1,72 @@
+"""Who may come in. Before any route is looked for, and by the path that routing itself goes by: what a caller writes
+into its Host header changes nothing."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.router.admission.keyring import Keyring
+from services.router.admission.meter import Meter, Visit
+from services.router.admission.tenants import ANYBODY, Tenant
+from services.router.http import CHAT_PATH, error_response
+from triptych.core.errors import Forbidden, HeadersTooLarge, TriptychError
+
+# Whether the process lives and whether it takes requests, for those who start and stop it. They say nothing else.
+OPEN_PATHS = frozenset({"/health", "/health/ready"})
+# What concerns all tenants.
+ADMIN_PATHS = frozenset({"/metrics"})
+ADMIN_PREFIXES = ("/debug/",)
+MAX_HEADER_BYTES = 64 * 2**10
+
+
+class Guard:
+    """Within RequestScope. Lets a tenant's chat requests in one by one (`scope["state"]["visit"]`), or answers 401,
+    403, 429 or 431 itself."""
+
+    def __init__(self, app: ASGIApp, keyring: Keyring | None, meter: Meter) -> None:
+        """Without a keyring everybody may come in."""
+        self._app = app
+        self._keyring = keyring
+        self._meter = meter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._admit(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        try:
+            visit = Visit(self._tenant(scope), self._meter, state["request_id"])
+            if scope["path"] == CHAT_PATH:
+                await visit.enter()
+        except TriptychError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        state["visit"] = visit
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            await visit.leave()
+
+    def _tenant(self, scope: Scope) -> Tenant:
+        """Raises HeadersTooLarge, Unauthenticated or Forbidden."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            raise HeadersTooLarge(f"a request's headers may have at most {MAX_HEADER_BYTES} bytes")
+        path: str = scope["path"]
+        if self._keyring is None or path in OPEN_PATHS:
+            return ANYBODY
+        tenant = self._keyring.authenticate(headers)
+        if not tenant.is_admin and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)):
+            raise Forbidden("this is for keys of a tenant with is_admin = true")
+        return tenant
+
+
+def visit_of(request: Request) -> Visit:
+    visit: Visit = request.state.visit
+    return visit
