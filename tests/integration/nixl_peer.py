@@ -2,7 +2,8 @@
 
 `once`: it is granted a slot, says so, waits for a line, writes and commits. `late`: the same, but from the grant on its
 event loop does not run, so that it does not hear what becomes of its session, and it only writes. `ever`: it writes
-without end; when its link breaks it says so, and makes a new one when it is told to.
+without end; when its link breaks it says so, and makes a new one when it is told to. `target`: it shows memory of its
+own, says its address, and waits.
 """
 
 from __future__ import annotations
@@ -99,6 +100,13 @@ async def linked(pool: LinkPool, there: WorkerInfo) -> AskingLink:
             return link
 
 
+def target() -> None:
+    shown = UcxDriver("127.0.0.1").expose(memoryview(bytearray(NUM_BYTES)))
+    say(f"{shown.address.metadata.hex()} {shown.address.base}")
+    sys.stdin.readline()
+    shown.revoke()
+
+
 async def main(address: str, way: str) -> None:
     channels = ChannelPool(TOKEN)
     there = WorkerInfo(
@@ -118,4 +126,7 @@ async def main(address: str, way: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    if sys.argv[2] == "target":
+        target()
+    else:
+        asyncio.run(main(sys.argv[1], sys.argv[2]))

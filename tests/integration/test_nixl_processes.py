@@ -18,6 +18,8 @@ import pytest
 from tests.integration.nixl_peer import DATA, NUM_BYTES
 from tests.unit.link_house import REF, eventually
 from tests.unit.nixl_house import NixlHost, running
+from triptych.transport import nixl_driver
+from triptych.transport.nixl_api import NixlAddress, NixlError
 from triptych.transport.nixl_driver import UcxDriver, UcxTarget
 
 pytestmark = pytest.mark.skipif(
@@ -111,6 +113,25 @@ async def test_without_revoking_it_finds_its_way(host: NixlHost, monkeypatch: py
     assert said == "written" and arena != OTHERS
     for target in kept:
         target.revoke()
+
+
+async def test_a_process_that_does_not_answer_is_refused_and_not_waited_for(
+    host: NixlHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything depends on it, so that the link can go another way."""
+    monkeypatch.setattr(nixl_driver, "CONNECT_TIMEOUT_S", 0.5)
+    driver = UcxDriver("127.0.0.1")
+    with peer_process(host, "target") as peer:
+        metadata, base = (await heard(peer)).split()
+        address = NixlAddress(bytes.fromhex(metadata), int(base))
+        (await asyncio.to_thread(driver.connect, address, NUM_BYTES, 4096)).close()
+        peer.send_signal(signal.SIGSTOP)
+        with pytest.raises(NixlError, match="does not answer"):
+            await asyncio.to_thread(driver.connect, address, NUM_BYTES, 4096)
+        peer.kill()
+        await asyncio.to_thread(peer.wait)
+        with pytest.raises(NixlError):
+            await asyncio.to_thread(driver.connect, address, NUM_BYTES, 4096)
 
 
 async def test_a_process_that_is_killed_leaves_its_slot(host: NixlHost) -> None:

@@ -83,7 +83,9 @@ class NixlDriver(Protocol):
         """A way in for one sender, which nobody else can use."""
         ...
 
-    def connect(self, address: NixlAddress, arena_bytes: int, staging_bytes: int) -> NixlSource: ...
+    def connect(self, address: NixlAddress, arena_bytes: int, staging_bytes: int) -> NixlSource:
+        """To a peer that answers: one that cannot be reached is refused within seconds."""
+        ...
 
 
 def check_runs(runs: Runs, arena_bytes: int) -> None:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -29,6 +30,9 @@ _LOOPBACK_DEVICE: Final = "lo"
 # The driving thread sleeps until a socket or a card has something, and looks by itself this often.
 WAKE_US: Final = 10_000
 _NO_DEVICE: Final = 0
+# As long as ZMQ waits for a connection; well below what a link has.
+CONNECT_TIMEOUT_S: Final = 4.0
+_LOOK_S: Final = 0.001
 
 
 class UcxDriver:
@@ -74,11 +78,26 @@ class Agent:
         self.handle.registerMem(memory, self.backends)
         self._registered.append(memory)
 
-    def begin(self, peer: str, here: Runs, there: Runs) -> tuple[int, bool]:
-        """The request of a write, and whether it is done."""
+    def begin_write(self, peer: str, here: Runs, there: Runs) -> tuple[int, bool]:
+        """The request, and whether it is done."""
+        return self._begin(self.library.NIXL_WRITE, peer, here, there)
+
+    def reach(self, peer: str, here: int, there: int) -> None:
+        """Reads a byte of the peer's memory. A connection is made by the first that is asked of it, and a peer that
+        cannot be reached should be known before anything depends on it. Raises NixlError when it does not answer."""
+        byte = (_descriptors(np.array([at]), np.array([1])) for at in (here, there))
+        request, is_done = self._begin(self.library.NIXL_READ, peer, *byte)
+        give_up_at_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while not is_done:
+            if time.monotonic() > give_up_at_s:
+                raise NixlError("the peer does not answer")
+            time.sleep(_LOOK_S)
+            is_done = self.is_done(request)
+
+    def _begin(self, what: Any, peer: str, here: Runs, there: Runs) -> tuple[int, bool]:
         library = self.library
         lists = (library.nixlXferDList(library.DRAM_SEG, descriptors) for descriptors in (here, there))
-        request = self.handle.createXferReq(library.NIXL_WRITE, *lists, peer, "", self.backends)
+        request = self.handle.createXferReq(what, *lists, peer, "", self.backends)
         self._requests.add(request)
         return request, self._release_if_done(request, self.handle.postXferReq(request))
 
@@ -132,6 +151,7 @@ class UcxSource:
         self._there, self._arena_bytes = address.base, arena_bytes
         agent.register(self._here, staging_bytes)
         self._peer = agent.handle.loadRemoteMD(address.metadata).decode()
+        agent.reach(self._peer, self._here, self._there)
 
     @property
     def staging(self) -> memoryview:
@@ -159,7 +179,7 @@ class UcxTransfer:
 
     def __init__(self, agent: Agent, peer: str, here: Runs, there: Runs) -> None:
         self._agent = agent
-        self._request, self._is_done = agent.begin(peer, here, there)
+        self._request, self._is_done = agent.begin_write(peer, here, there)
 
     def is_done(self) -> bool:
         if not self._is_done:
