@@ -65,7 +65,7 @@ verify-properties: $(STAMP)  ## many more examples, and every pair of requests i
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/property --timeout 3600 $(ARGS)
 
 verify-cluster: $(STAMP)  ## workers killed under load in every topology, frozen, with far too little memory; one figure of the benchmarks
-	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py tests/integration/test_retraction.py tests/integration/test_benchmarks_run.py $(ARGS)
+	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_cluster.py tests/integration/test_frozen_peer.py tests/integration/test_retraction.py tests/integration/test_benchmarks_run.py tests/chaos $(ARGS)
 
 verify-transport: $(STAMP)  ## a million checksum rounds between processes, connections cut after every byte, 1,000 requests cancelled in every topology, a wire cut between two hosts
 	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/integration/test_shm_rounds.py tests/integration/test_cancellation.py tests/integration/test_cluster_cancellation.py tests/integration/test_stopped_writer.py tests/unit/test_transport_cut_anywhere.py tests/unit/test_transport_zmq_frames.py tests/integration/test_two_hosts.py $(ARGS)

@@ -17,9 +17,6 @@ from triptych.core.errors import RequestRefused, TriptychError, Unavailable
 from triptych.core.plan import MAX_RETRACTIONS, FinishReason, Plan
 
 MAX_FAILURES: Final = 3
-MAX_LOST_WORKERS: Final = 2
-"""A request under which that many processes ended is not given to another."""
-
 FIRST_PAUSE_S: Final = 0.025
 """Most that the first try again waits, twice that for the next: those that one dead worker has left do not come back
 in one moment."""
@@ -63,11 +60,12 @@ class Tries:
 
     def failed(self, error: TriptychError, failed_workers: set[str], lost_workers: set[str]) -> None:
         """`failed_workers` are those to avoid, `lost_workers` those of them whose process or host went while it worked
-        on this. Raises `error` when there is nobody to blame or nothing left to spend, RequestRefused when it is the
-        request that should be blamed."""
+        on this. Raises `error` when there is nobody to blame or nothing left to spend, RequestRefused when others were
+        lost in an earlier try: then it may be the request. (Several in one try are a host, or a plug.)"""
         self.num_failures += 1
+        is_second = bool(self.lost_workers and lost_workers - self.lost_workers)
         self.lost_workers |= lost_workers
-        if len(self.lost_workers) >= MAX_LOST_WORKERS:
+        if is_second:
             raise RequestRefused(
                 "two workers were lost while they worked on this request, so it is not given to a third. If they were"
                 " stopped for another reason, send it again"

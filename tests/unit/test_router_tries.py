@@ -46,6 +46,13 @@ def test_two_workers_lost_are_the_requests_fault_and_one_that_is_lost_twice_is_n
     assert refused.value.http_status == 422 and not refused.value.retriable
 
 
+def test_two_workers_lost_in_one_try_are_not_the_requests_fault() -> None:
+    tries = Tries(RetryBudget())
+    tries.failed(LOST, {"a", "b"}, {"a", "b"})
+    with pytest.raises(RequestRefused):
+        tries.failed(LOST, {"c"}, {"c"})
+
+
 def test_retractions_have_a_budget_of_their_own() -> None:
     tries = Tries(RetryBudget(capacity=0.0))
     for _ in range(MAX_RETRACTIONS):
