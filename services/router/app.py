@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
 
 import orjson
 import uvicorn
@@ -21,6 +22,7 @@ from services.router.admission.key_file import is_open_to_others, load_keyring
 from services.router.admission.keyring import Keyring
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
+from services.router.drain import Drain
 from services.router.fetch import FetchLimits, UrlFetcher
 from services.router.fetch_rules import FetchRules
 from services.router.media import MediaLimits, MediaReader
@@ -50,7 +52,10 @@ from triptych.text.tokenizer import ChatTokenizer
 
 # Threads for what would block the event loop: base64, headers, hashing, tokenizing.
 WORK_THREADS = 4
+# What is left of connections after the requests have ended, or had their time.
 SHUTDOWN_GRACE_S = 5
+# Who wraps a command may pass a signal on both to it and to its group: that is one wish, told twice.
+ECHO_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +107,7 @@ class Cluster:
 
 @asynccontextmanager
 async def router_app(
-    settings: RouterSettings, model: Model, cluster: Cluster, channels: ChannelPool
+    settings: RouterSettings, model: Model, cluster: Cluster, channels: ChannelPool, drain: Drain | None = None
 ) -> AsyncIterator[FastAPI]:
     """The ASGI application; closes what it owns when the block ends. Raises StartupError."""
     keyring = _keyring(settings)
@@ -121,7 +126,7 @@ async def router_app(
             token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
-        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), keyring)
+        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), keyring, drain=drain)
 
 
 @asynccontextmanager
@@ -157,7 +162,7 @@ def _keyring(settings: RouterSettings) -> Keyring | None:
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Runs until SIGINT or SIGTERM. Raises StartupError."""
+    """Until SIGINT or SIGTERM, and then until the requests under way have ended. Raises StartupError."""
     # Pillow warns of each oddity in metadata, and anybody may send a million of them.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     # Beyond our own limit a picture is refused, so Pillow's softer warning must not pass silently.
@@ -171,15 +176,17 @@ async def serve(settings: RouterSettings) -> None:
     reachable = ReachableWorkers(registry, channels, tls)
     cluster = Cluster(reachable, model.adapter)
     with _listen(settings.host, settings.port) as listener, unwrapped_group():
-        async with router_app(settings, model, cluster, channels) as app:
+        drain = Drain()
+        async with router_app(settings, model, cluster, channels, drain) as app:
             server = _Server(
+                drain,
                 uvicorn.Config(
                     app,
                     log_config=None,
                     access_log=False,
                     server_header=False,
                     timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
-                )
+                ),
             )
             async with asyncio.TaskGroup() as group:
                 beside = [
@@ -188,6 +195,7 @@ async def serve(settings: RouterSettings) -> None:
                     group.create_task(_tend_workers(registry, cluster, channels)),
                     group.create_task(reachable.run(registry)),
                     group.create_task(_announce(settings, server, cluster, reachable, listener)),
+                    group.create_task(_stop_when_drained(server, drain, settings.drain_timeout_s)),
                 ]
                 await server.serve(sockets=[listener])
                 for task in beside:
@@ -196,11 +204,22 @@ async def serve(settings: RouterSettings) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends quietly on a signal, where uvicorn would raise it again and skip our own cleaning up."""
+    """The first signal begins to drain, a later one ends the server. It ends quietly, where uvicorn would raise the
+    signal again and skip our own cleaning up."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, drain: Drain, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._drain = drain
+        self._stop_at_s = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if not self._drain.has_begun:
+            self._stop_at_s = now_s
+            self._drain.begin()
+        elif now_s - self._stop_at_s >= ECHO_S:
+            super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -217,6 +236,13 @@ class _Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+
+async def _stop_when_drained(server: _Server, drain: Drain, timeout_s: float) -> None:
+    num_left = await drain.finished(timeout_s)
+    if num_left:
+        _log.warning("requests that did not end in time are cut off", extra={"num_requests": num_left})
+    server.should_exit = True
 
 
 async def _announce(

@@ -3,12 +3,15 @@ into its Host header changes nothing."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.router.admission.keyring import Keyring
 from services.router.admission.meter import Meter, Visit
 from services.router.admission.tenants import ANYBODY, Tenant
+from services.router.drain import Drain
 from services.router.http import CHAT_PATH, error_response
 from triptych.core.errors import Forbidden, HeadersTooLarge, TriptychError
 
@@ -22,13 +25,14 @@ MAX_HEADER_BYTES = 64 * 2**10
 
 class Guard:
     """Within RequestScope. Lets a tenant's chat requests in one by one (`scope["state"]["visit"]`), or answers 401,
-    403, 429 or 431 itself."""
+    403, 429, 431 or, while the router stops, 503 itself."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring | None, meter: Meter) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring | None, meter: Meter, drain: Drain) -> None:
         """Without a keyring everybody may come in."""
         self._app = app
         self._keyring = keyring
         self._meter = meter
+        self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -39,19 +43,20 @@ class Guard:
             await self._admit(scope, receive, send)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["state"]
-        try:
-            visit = Visit(self._tenant(scope), self._meter, state["request_id"])
-            if scope["path"] == CHAT_PATH:
-                await visit.enter()
-        except TriptychError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        state["visit"] = visit
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            await visit.leave()
+        with ExitStack() as under_way:
+            try:
+                visit = Visit(self._tenant(scope), self._meter, scope["state"]["request_id"])
+                if scope["path"] == CHAT_PATH:
+                    under_way.enter_context(self._drain.under_way())
+                    await visit.enter()
+            except TriptychError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            scope["state"]["visit"] = visit
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                await visit.leave()
 
     def _tenant(self, scope: Scope) -> Tenant:
         """Raises HeadersTooLarge, Unauthenticated or Forbidden."""

@@ -60,13 +60,10 @@ class RequestScope:
         exchange = _Exchange(send)
         lease = self._budget.lease()
         scope.setdefault("state", {}).update(request_id=exchange.request_id, held_bytes=lease)
-        chats = 1 if scope["path"] == CHAT_PATH else 0
-        metrics.ROUTER_INFLIGHT.inc(chats)
         try:
             await self._run(scope, receive, exchange)
         finally:
             lease.release()
-            metrics.ROUTER_INFLIGHT.dec(chats)
             metrics.REQUESTS.labels(_endpoint(scope["path"]), str(exchange.status)).inc()
 
     async def _run(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:

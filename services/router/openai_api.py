@@ -16,6 +16,7 @@ from services.router.admission.meter import LocalMeter, Meter
 from services.router.byte_budget import ByteBudget
 from services.router.chat_request import ChatCompletionBody
 from services.router.chat_service import ChatService
+from services.router.drain import Drain
 from services.router.guard import Guard
 from services.router.http import CHAT_PATH, JsonResponse, RequestScope, on_http_error, on_triptych_error
 from services.router.responses import model_json
@@ -37,18 +38,21 @@ def build_api(
     budget: ByteBudget,
     keyring: Keyring | None = None,
     meter: Meter | None = None,
+    drain: Drain | None = None,
 ) -> FastAPI:
     """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold. `keyring`: whose keys
-    open the API; without one it is open to all. `meter`: of what tenants use; one of this process if not given."""
+    open the API; without one it is open to all. `meter`: of what tenants use; one of this process if not given.
+    `drain`: of the requests under way."""
+    drain = drain or Drain()
     # A redirect would name whatever host the caller wrote into its Host header.
     app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, keyring=keyring, meter=meter or LocalMeter(chat.clock))
+    app.add_middleware(Guard, keyring=keyring, meter=meter or LocalMeter(chat.clock), drain=drain)
     app.add_middleware(RequestScope, budget=budget)  # around the guard
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
     _add_chat(app, chat)
     _add_models(app, chat.model_name)
-    _add_probes(app, missing_roles)
+    _add_probes(app, missing_roles, drain)
     return app
 
 
@@ -72,7 +76,10 @@ def _add_models(app: FastAPI, name: str) -> None:
         return JsonResponse(model_json(name, created))
 
 
-def _add_probes(app: FastAPI, missing_roles: Callable[[], tuple[Role, ...]]) -> None:
+def _add_probes(app: FastAPI, missing_roles: Callable[[], tuple[Role, ...]], drain: Drain) -> None:
+    def state() -> str:
+        return "stopping" if drain.has_begun else "waiting" if missing_roles() else "ready"
+
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health() -> Response:
@@ -82,17 +89,17 @@ def _add_probes(app: FastAPI, missing_roles: Callable[[], tuple[Role, ...]]) -> 
     @app.get("/ready")
     @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """Every stage has a worker that is ready."""
-        missing = [role.value for role in missing_roles()]
-        body = {"status": "waiting" if missing else "ready", "missing": missing}
-        return JsonResponse(body, status_code=503 if missing else 200)
+        """Every stage has a worker that is ready, and the router does not stop."""
+        told = state()
+        body = {"status": told, "missing": [role.value for role in missing_roles()]}
+        return JsonResponse(body, status_code=200 if told == "ready" else 503)
 
     @app.get("/health/ready")
     @app.head("/health/ready", include_in_schema=False)
     async def health_ready() -> Response:
         """The same for those who have no key, without saying what is missing."""
-        is_ready = not missing_roles()
-        return JsonResponse({"status": "ready" if is_ready else "waiting"}, status_code=200 if is_ready else 503)
+        told = state()
+        return JsonResponse({"status": told}, status_code=200 if told == "ready" else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:

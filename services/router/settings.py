@@ -61,6 +61,14 @@ class RouterSettings(TlsSettings):
     fetch_request_timeout_s: float = field(
         default=30.0, metadata={"help": "seconds for all URLs of one request", "min": 0.1, "max": 3600.0}
     )
+    drain_timeout_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "seconds that requests under way may take at a stop",
+            "min": 0.0,
+            "max": 86400.0,
+        },
+    )
     strict: bool = field(default=False, metadata={"help": "refuse request parameters that would otherwise be ignored"})
     log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})
     log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})

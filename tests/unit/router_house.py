@@ -23,6 +23,7 @@ from services.router.admission.keyring import Keyring
 from services.router.app import Model
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
+from services.router.drain import Drain
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
 from services.router.pipeline import Answer, Beside, Done, Pipeline
@@ -132,6 +133,7 @@ async def serve(
     timeout_s: float = 5.0,
     max_held_bytes: int = 10**9,
     keyring: Keyring | None = None,
+    drain: Drain | None = None,
 ) -> AsyncIterator[Api]:
     pipeline = ScriptedPipeline(model.tokenizer.tokenizer.encode(TEXT, add_special_tokens=False).ids)
     before = Image.MAX_IMAGE_PIXELS
@@ -151,7 +153,7 @@ async def serve(
         )
         missing: list[Role] = []
         budget = ByteBudget(max_held_bytes)
-        app = build_api(chat, lambda: tuple(missing), budget, keyring)
+        app = build_api(chat, lambda: tuple(missing), budget, keyring, drain=drain)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             found = Api(app, client, pipeline, model.adapter.model_name)

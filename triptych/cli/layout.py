@@ -111,6 +111,7 @@ def _take_none(_host: str, _port: int) -> bool:
 
 def router(settings: UpSettings, model: Path, runtime: Path, port: int) -> ProcessSpec:
     flags = {"--model": str(model), "--runtime-dir": str(runtime), "--host": settings.host, "--port": str(port)}
+    flags["--drain-timeout-s"] = str(settings.drain_timeout_s)
     return ProcessSpec("router", "router", _flat(flags | _tls_flags(settings)))
 
 

@@ -55,6 +55,9 @@ class Child:
         """None while it runs; negative for a signal. Reaps."""
         return self._process.poll() if self._process else None
 
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def ask_to_stop(self) -> None:
         self._signal(signal.SIGTERM)
 
@@ -76,7 +79,7 @@ class Child:
             return []
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self.is_running():
             self._process.send_signal(number)
 
 

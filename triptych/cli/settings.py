@@ -63,6 +63,10 @@ class UpSettings(TlsSettings):
         },
     )
     startup_timeout: float = field(default=180.0, metadata={"min": 1, "help": "seconds until a start has failed"})
+    drain_timeout_s: float = field(
+        default=30.0,
+        metadata={"min": 0.0, "max": 86400.0, "help": "seconds that requests under way may take at a stop"},
+    )
 
     def __post_init__(self) -> None:
         TlsSettings.__post_init__(self)  # `super()` does not know a dataclass with slots

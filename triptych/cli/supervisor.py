@@ -17,6 +17,7 @@ from triptych.transport.shm import sweep_dead_segments
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0
+PATIENCE_SECONDS = 1.0
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 30.0
 # A process that lived this long has shown that it can: its next death starts the back-off anew.
@@ -100,10 +101,24 @@ class Supervisor:
             self._report_recovered()
             time.sleep(POLL_SECONDS)
 
-    def stop(self) -> None:
-        """Leaves no process of ours."""
+    def stop(self, drain_seconds: float) -> None:
+        """Leaves no process of ours. The router goes first, and the workers serve until what it has under way has
+        ended, or `drain_seconds` have passed: without them those requests would fail."""
+        self._stop_router(drain_seconds)
         for name in stop_all(self.children, GRACE_SECONDS, lambda: self._signals.hurry_wanted):
             self._display.say(f"{name} did not stop in time and was killed")
+
+    def _stop_router(self, drain_seconds: float) -> None:
+        self._router.ask_to_stop()
+        began_at, is_told = time.monotonic(), False
+        while self._router.is_running() and not self._signals.hurry_wanted:
+            waited = time.monotonic() - began_at
+            if waited > drain_seconds + GRACE_SECONDS:
+                return
+            if waited > PATIENCE_SECONDS and not is_told:
+                self._display.say("requests under way end first; Ctrl-C ends them now")
+                is_told = True
+            time.sleep(0.02)
 
     def living_workers(self) -> tuple[WorkerInfo, ...]:
         return self._registry.refresh()

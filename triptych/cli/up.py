@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         _run(supervisor, settings, folder, display)
     finally:
         if supervisor is not None:
-            supervisor.stop()
+            supervisor.stop(settings.drain_timeout_s)
         ports.close()
         if settings.ready_file:
             settings.ready_file.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ OTHER_VARIABLES = frozenset(
 )
 
 _EVERYWHERE = {
+    "drain_timeout_s",
     "host",
     "log_format",
     "log_level",
