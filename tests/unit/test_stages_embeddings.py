@@ -20,6 +20,7 @@ from triptych.core.clock import SystemClock
 from triptych.core.errors import Aborted, MediaInvalid, MediaMismatch, PeerLost, TriptychError
 from triptych.core.plan import EmbeddingSource, Grid, Item, Modality, TokenRange
 from triptych.core.timeline import Timeline
+from triptych.engine.delivery import Written
 from triptych.engine.encoder import EncodeEngine
 from triptych.media.frames import Target
 from triptych.media.picture import decode_picture, fit
@@ -303,34 +304,30 @@ async def test_the_pass_writes_to_all_who_wait_and_the_cache_keeps_a_copy_of_its
     without = encoder.get(7, Fetch(7, gate))
     await settle()
     gate.set()
-    assert [rows for rows, _ in await asyncio.gather(*callers)] == [None] * 3
+    assert all(isinstance(rows, Written) for rows, _ in await asyncio.gather(*callers))
     assert (await without)[0].tolist() == rows_of(7)
     assert [slot.written for slot in slots] == [[rows_of(7)]] * 3
     assert encoder.part.batches == [1]
+    (passed,) = [event for event in encoder.timeline.events if event.event == "encode"]
+    assert {rows.start_ns for rows, _ in await asyncio.gather(*callers)} == {passed.end_ns}, "no time is lost between"
     again, source = await encoder.get(7, slot=(cached := Slot()))
     assert again.tolist() == rows_of(7) and source is EmbeddingSource.CACHE
     assert not cached.written, "what is cached is written by who asked"
     assert again.untyped_storage().nbytes() == 4 * ROW
 
 
-@pytest.mark.parametrize(("with_slot", "copies"), [(True, 0), (False, 1)])
-async def test_without_a_cache_rows_are_copied_only_for_those_without_a_slot(
-    with_slot: bool, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-
-    def own_rows(rows: torch.Tensor) -> torch.Tensor:
-        copied.append(1)
-        return rows.clone()
-
-    monkeypatch.setattr(embeddings, "own_rows", own_rows)
-    encoder = Encoder(cache_bytes=0)
+@pytest.mark.parametrize("with_slot", [True, False])
+async def test_without_a_cache_rows_are_not_copied(with_slot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who have no slot send them from the memory of the pass."""
+    encoder, passed = Encoder(cache_bytes=0), torch.full((1, ROW), 7.0)
+    monkeypatch.setattr(encoder.part, "encode", lambda *_: [passed])
     encoder.engine.start()
     try:
         rows, _ = await encoder.get(7, slot=Slot() if with_slot else None)
-        assert (rows is None) is with_slot
+        assert isinstance(rows, Written) is with_slot
+        assert with_slot or rows.data_ptr() == passed.data_ptr()
         await settle()
-        assert len(copied) == copies and not encoder.supply._flights
+        assert not encoder.supply._flights
     finally:
         encoder.engine.stop()
 
@@ -348,7 +345,7 @@ async def test_a_slot_that_was_revoked_or_left_is_not_written_and_the_others_are
     gate.set()
     encoder.engine.start()
     try:
-        assert (await leader)[0] is None
+        assert isinstance((await leader)[0], Written)
         assert (await first)[0].tolist() == rows_of(7)
         assert (taking.written, revoked.written, left.written) == ([rows_of(7)], [], [])
     finally:
@@ -365,8 +362,9 @@ async def test_those_with_slots_go_on_while_the_copy_for_the_cache_is_made(
         return rows.clone()
 
     monkeypatch.setattr(embeddings, "own_rows", slow)
+    monkeypatch.setattr(embeddings, "INLINE_COPY_BYTES", 0)
     rows, _ = await asyncio.wait_for(encoder.get(7, slot=Slot()), 5)
-    assert rows is None
+    assert isinstance(rows, Written)
     joined = encoder.get(7, fetch := Fetch(7), slot=Slot())
     await settle()
     assert not joined.done()
@@ -391,7 +389,7 @@ async def test_rows_that_have_no_room_on_the_host_fail_those_who_need_them_there
         other = encoder.get(7)
         await settle()
         gate.set()
-        assert (await leader)[0] is None
+        assert isinstance((await leader)[0], Written)
         with pytest.raises(RuntimeError):
             await other
     assert slot.written == [rows_of(7)] and not encoder.supply._flights

@@ -9,6 +9,7 @@ The tower runs once for all who want the same picture, so the slots may be of se
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,13 @@ class RowsWriter(Protocol):
     """See `triptych.transport.slot_writer.SlotWriter`."""
 
     def write(self, rows: torch.Tensor) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Stands for rows that are in the slot of whoever asked already, or on their way there since `start_ns`."""
+
+    start_ns: int
 
 
 class Delivery:

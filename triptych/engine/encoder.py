@@ -32,7 +32,7 @@ class Encoded:
     Attributes:
         rows: (num_tokens, row_elements) on the tower's device, in memory of the whole pass: to be copied, not kept.
         delivered: who has had them written to his slot already.
-        start_ns, end_ns: when the pass ran.
+        start_ns, end_ns: when the pass ran; the writing began at its end.
     """
 
     rows: torch.Tensor
@@ -138,13 +138,13 @@ class EncodeEngine:
             points.passing("encoder.before_encode")
             outputs = self.part.encode([waiting.pixels for waiting in batch], [waiting.grid for waiting in batch])
             passed = list(zip(batch, outputs, strict=True))  # complete before anybody gets anything
-            delivered = [waiting.delivery.deliver(rows) for waiting, rows in passed]
             self._await_device()
+            end_ns = self._clock.monotonic_ns()
+            delivered = [waiting.delivery.deliver(rows) for waiting, rows in passed]
         except Exception as error:
             log.exception("a vision pass failed")
             self._run_apart(batch, error)
             return
-        end_ns = self._clock.monotonic_ns()
         metrics.ENCODER_BATCH_SECONDS.observe((end_ns - start_ns) / 1e9)
         metrics.ENCODER_BATCH_ITEMS.observe(len(batch))
         metrics.ENCODER_PATCHES.inc(sum(waiting.patches for waiting in batch))

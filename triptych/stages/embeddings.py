@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -13,8 +13,8 @@ from triptych.core.clock import Clock
 from triptych.core.errors import MediaMismatch
 from triptych.core.plan import EmbeddingSource, Grid, Item, ItemFormat
 from triptych.core.timeline import Timeline
-from triptych.engine.delivery import Delivery, RowsWriter
-from triptych.engine.encoder import EncodeEngine
+from triptych.engine.delivery import Delivery, RowsWriter, Written
+from triptych.engine.encoder import Encoded, EncodeEngine
 from triptych.faults import points
 from triptych.media.frames import Target
 from triptych.media.process import Decoded
@@ -23,8 +23,10 @@ from triptych.mm.item import MultimodalDataItem, check_announced_bytes, grid_pat
 from triptych.mm.tensor import TensorValue
 from triptych.obs import metrics
 from triptych.stages.encode_room import EncodeRoom
-from triptych.stages.tensors import as_patches, as_rows, own_rows
+from triptych.stages.tensors import as_patches, as_rows, host_rows, own_rows
 from triptych.transport.slot_writer import size_bytes
+
+INLINE_COPY_BYTES: Final = 1 << 18
 
 FetchItem = Callable[[], Awaitable[MultimodalDataItem]]
 """Gets the item's data from the router, found to be what its identity names."""
@@ -48,7 +50,7 @@ class _Flight:
     Attributes:
         held: set once its leader has the data; from then on it needs the leader no more.
         delivery: the slots that the tower's pass writes to.
-        delivered: whom it has written to, when it has; the others wait for `task`.
+        delivered: what the pass made and whom it has written to (None: there was no pass); the others wait for `task`.
         waiting: those who wait, each by the writer of his slot (None: he has none).
         task: ends with the rows, on the host and in storage of their own; None when nobody had any use for them.
     """
@@ -58,7 +60,7 @@ class _Flight:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.held: asyncio.Future[MultimodalDataItem] = loop.create_future()
-        self.delivered: asyncio.Future[frozenset[RowsWriter]] = loop.create_future()
+        self.delivered: asyncio.Future[Encoded | None] = loop.create_future()
         self.delivery = Delivery()
         self.waiting: list[RowsWriter | None] = []
 
@@ -120,9 +122,9 @@ class EmbeddingSupply:
 
     async def get(
         self, item: Item, item_index: int, fetch: FetchItem, timeline: Timeline, writer: RowsWriter | None = None
-    ) -> tuple[torch.Tensor | None, EmbeddingSource]:
-        """The item's embedding (num_tokens, row_elements) on the host, and whether it was cached. None in place of the
-        rows: the tower's pass has written them with `writer` and nowhere else for this caller.
+    ) -> tuple[torch.Tensor | Written, EmbeddingSource]:
+        """The item's embedding (num_tokens, row_elements) on the host, or that the tower's pass has written it with
+        `writer`; and whether it was cached.
 
         Raises MediaInvalid, MediaMismatch or InvalidRequest; a failure is never cached.
         """
@@ -148,7 +150,7 @@ class EmbeddingSupply:
 
     async def _lead(
         self, key: CacheKey, item_index: int, fetch: FetchItem, timeline: Timeline, writer: RowsWriter | None
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | Written:
         flight = self._flights[key] = _Flight()
         task = flight.task = asyncio.create_task(self._compute(key, item_index, flight, timeline))
         task.add_done_callback(_retrieve)
@@ -164,12 +166,13 @@ class EmbeddingSupply:
             raise
         return await self._join(key, flight, writer)
 
-    async def _join(self, key: CacheKey, flight: _Flight, writer: RowsWriter | None) -> torch.Tensor | None:
+    async def _join(self, key: CacheKey, flight: _Flight, writer: RowsWriter | None) -> torch.Tensor | Written:
         """Waits for a flight; the last waiter who leaves takes it down, unless only its copy for the cache is left."""
         flight.join(writer)
         try:
-            if writer in await asyncio.shield(flight.delivered):
-                return None
+            encoded = await asyncio.shield(flight.delivered)
+            if encoded is not None and writer in encoded.delivered:
+                return Written(encoded.end_ns)
             rows = await asyncio.shield(flight.task)
             assert rows is not None, "somebody waits for them"
             return rows
@@ -186,7 +189,7 @@ class EmbeddingSupply:
             held = await flight.held
             if held.precomputed_embedding is not None:
                 rows: torch.Tensor | None = await self._brought(held.precomputed_embedding, item_index, timeline)
-                flight.delivered.set_result(frozenset())
+                flight.delivered.set_result(None)
             else:
                 rows = await self._encoded(flight, held, item_index, timeline)
             if rows is not None:
@@ -217,9 +220,11 @@ class EmbeddingSupply:
         if encoded.rows.shape[0] != item.num_tokens:
             raise MediaMismatch("the picture's embedding has another length than the prompt")
         timeline.add("encode", encoded.start_ns, encoded.end_ns, num_tokens=item.num_tokens, item_index=item_index)
-        flight.delivered.set_result(encoded.delivered)
-        if self._cache.can_keep(size_bytes(encoded.rows)) or not encoded.delivered.issuperset(flight.waiting):
-            return await asyncio.to_thread(own_rows, encoded.rows)
+        flight.delivered.set_result(encoded)
+        if self._cache.can_keep(size_bytes(encoded.rows)):
+            return await _copied(encoded.rows)
+        if not encoded.delivered.issuperset(flight.waiting):
+            return await asyncio.to_thread(host_rows, encoded.rows)
         return None
 
     def _end_flight(self, key: CacheKey, flight: _Flight) -> None:
@@ -237,6 +242,13 @@ class EmbeddingSupply:
         if self._grid_of(decoded.width_px, decoded.height_px) != grid:
             raise MediaMismatch("the picture's real size is not the one in its header")
         return await asyncio.to_thread(part.patches, decoded.pixels)
+
+
+async def _copied(rows: torch.Tensor) -> torch.Tensor:
+    """See `own_rows`. A thread costs more than a small copy; a device's copy waits for the device."""
+    if rows.device.type == "cpu" and size_bytes(rows) <= INLINE_COPY_BYTES:
+        return own_rows(rows)
+    return await asyncio.to_thread(own_rows, rows)
 
 
 def _retrieve(task: asyncio.Task[torch.Tensor | None]) -> None:

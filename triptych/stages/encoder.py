@@ -27,6 +27,7 @@ from triptych.core.expansion import check_own_ranges
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import EmbeddingSource, Item, ItemFormat, Modality
 from triptych.core.timeline import Timeline
+from triptych.engine.delivery import Written
 from triptych.mm.item import MultimodalDataItem, received_item
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
@@ -223,7 +224,7 @@ class _EncodeRun:
         )
         if source is EmbeddingSource.REMOTE and link.transport == INPROC:
             source = EmbeddingSource.LOCAL
-        start_ns = self._stage._clock.monotonic_ns()
+        start_ns = rows.start_ns if isinstance(rows, Written) else self._stage._clock.monotonic_ns()
         with needs_receiver():
             checksum = await _written(link, slot, writer, rows)
             await link.commit_embedding(self._ref, index, slot, source, checksum)
@@ -258,19 +259,22 @@ class _EncodeRun:
             self._answers.put_nowait(PeerLost("the router stopped in the middle of a picture"))
 
 
-async def _written(link: EmbeddingLink, slot: SlotGrant, writer: SlotWriter | None, rows: torch.Tensor | None) -> int:
-    """Returns when the embedding is in the slot, with the checksum over it. `rows` is None where the tower's pass has
-    written them there."""
-    if rows is not None and size_bytes(rows) != slot.num_bytes:
+async def _written(
+    link: EmbeddingLink, slot: SlotGrant, writer: SlotWriter | None, rows: torch.Tensor | Written
+) -> int:
+    """Returns when the embedding is in the slot, with the checksum over it."""
+    if isinstance(rows, Written):
+        assert writer is not None, "only a writer could have written them"
+        return await writer.finish()
+    if size_bytes(rows) != slot.num_bytes:
         raise MediaMismatch("the picture's embedding has another length than the prompt")
-    if writer is None:
-        assert rows is not None, "only a writer could have written them"
-        data = rows.view(torch.uint8).numpy().data.cast("B")
-        await link.write_slot(slot, data)
-        return checksum64(data)
-    if rows is not None and not writer.write(rows):
-        raise PeerLost("the slot cannot be written to any more")
-    return await writer.finish()
+    if writer is not None:
+        if not writer.write(rows):
+            raise PeerLost("the slot cannot be written to any more")
+        return await writer.finish()
+    data = rows.view(torch.uint8).numpy().data.cast("B")
+    await link.write_slot(slot, data)
+    return checksum64(data)
 
 
 @contextmanager

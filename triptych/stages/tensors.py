@@ -34,6 +34,11 @@ def as_rows(tensor: TensorValue, row_elements: int, dtype: torch.dtype) -> torch
     return rows
 
 
+def host_rows(rows: torch.Tensor) -> torch.Tensor:
+    """On the host and contiguous, without a copy where they are so already: for what is sent and not kept."""
+    return rows.to("cpu").contiguous()
+
+
 def own_rows(rows: torch.Tensor) -> torch.Tensor:
     """On the host, in storage of their own: one picture kept in a cache must not keep the memory of its whole pass."""
     return rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
