@@ -100,8 +100,8 @@ async def linked(pool: LinkPool, there: WorkerInfo) -> AskingLink:
             return link
 
 
-def target() -> None:
-    shown = UcxDriver("127.0.0.1").expose(memoryview(bytearray(NUM_BYTES)))
+def target(host: str) -> None:
+    shown = UcxDriver(host).expose(memoryview(bytearray(NUM_BYTES)))
     say(f"{shown.address.metadata.hex()} {shown.address.base}")
     sys.stdin.readline()
     shown.revoke()
@@ -127,6 +127,6 @@ async def main(address: str, way: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[2] == "target":
-        target()
+        target(sys.argv[1].rpartition(":")[0])
     else:
         asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -43,6 +43,7 @@ from triptych.transport.nixl_driver import UcxDriver, engine_config
 from triptych.transport.types import SlotGrant
 from triptych.wire.v1 import transfer_pb2 as wire
 
+NETWORK = "TLS=^sm,TCP_CONN_NB=y"
 GRANT = Grant("grant-1", "prefill-1", 21, b"c" * 16, 4, 0)
 NOT_INSTALLED = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="the extra `nixl` is not installed here"
@@ -549,8 +550,8 @@ async def test_a_failpoint_stands_before_each_block(host: NixlHost, pool: LinkPo
 
 
 def test_ucx_is_told_to_stay_on_the_network_and_on_loopback() -> None:
-    assert engine_config("127.0.0.1", {}) == engine_config("localhost", {}) == "TLS=^sm,NET_DEVICES=lo"
-    assert engine_config("10.0.0.7", {}) == engine_config("10.0.0.7", {"UCX_TLS": "rc,tcp"}) == "TLS=^sm"
+    assert engine_config("127.0.0.1", {}) == engine_config("localhost", {}) == f"{NETWORK},NET_DEVICES=lo"
+    assert engine_config("10.0.0.7", {}) == engine_config("10.0.0.7", {"UCX_TLS": "rc,tcp"}) == NETWORK
     for ways in ("all", "rc,cma", "SHM,tcp", "^cma", "xpmem"):
         with pytest.raises(NixlError, match="UCX_TLS"):
             engine_config("10.0.0.7", {"UCX_TLS": ways})

@@ -25,11 +25,14 @@ from triptych.transport.nixl_api import NixlAddress, NixlError, Runs, check_runs
 BACKEND: Final = "UCX"
 # The kernel's and shared memory's ways write into another process without it: nothing there could revoke that.
 _UNREVOKABLE: Final = frozenset({"all", "sm", "shm", "mm", "cma", "knem", "xpmem", "posix", "sysv"})
-_WAYS: Final = "TLS=^sm"
+# And without the last, whoever connects to a port that a firewall swallows waits for minutes.
+_WAYS: Final = "TLS=^sm,TCP_CONN_NB=y"
 _LOOPBACK_DEVICE: Final = "lo"
 # The driving thread sleeps until a socket or a card has something, and looks by itself this often.
 WAKE_US: Final = 10_000
 _NO_DEVICE: Final = 0
+# Both write to standard output by themselves, addresses too. What is wrong they say to us as well.
+_QUIET: Final = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
 # As long as ZMQ waits for a connection; well below what a link has.
 CONNECT_TIMEOUT_S: Final = 4.0
 _LOOK_S: Final = 0.001
@@ -205,7 +208,8 @@ def engine_config(host: str, environment: Mapping[str, str]) -> str:
 
 def _load() -> Any:
     """The library's lower binding; what importing it does to this process's logging is undone."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # its complaints show addresses; what is wrong it says to us, too
+    for name, level in _QUIET.items():
+        os.environ.setdefault(name, level)
     raises = logging.raiseExceptions
     try:
         return importlib.import_module("nixl._bindings")
