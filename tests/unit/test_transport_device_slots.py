@@ -11,7 +11,7 @@ import torch
 from tests.unit import device_house
 from tests.unit.device_house import DeviceHost, slot_of
 from tests.unit.link_house import ARENA_BYTES, EMBEDDING_LAYOUT, IDENTITY, REF, eventually
-from triptych.core.errors import PeerLost
+from triptych.core.errors import TransferRefused
 from triptych.core.plan import EmbeddingSource
 from triptych.obs import metrics
 from triptych.testing.fake_device import FakeDevice
@@ -77,7 +77,7 @@ async def test_a_device_that_fails_in_the_towers_thread_breaks_the_link_and_free
     assert writer.write(torch.ones(8, 8))
     mine.break_down()
     assert not await asyncio.to_thread(other.write, torch.ones(8, 8))
-    with pytest.raises(PeerLost):
+    with pytest.raises(TransferRefused):
         await writer.finish()
     await link.abort(REF, None, "given up")
     await asyncio.wait_for(link.closed.wait(), 5)

@@ -31,8 +31,8 @@ class WorkerSettings(TlsSettings):
     transport: str = field(
         default="auto",
         metadata={
-            "help": "how bytes move between workers: the best that both can do, or this one (zmq: by the host's socket"
-            " or by TCP, whichever fits)",
+            "help": "how bytes move between workers: the best that both can do (auto+nixl: NIXL, too), or this one"
+            " (zmq: by the host's socket or by TCP, whichever fits)",
             "choices": tuple(TRANSPORT_CHOICES),
         },
     )
