@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 ARENA_BYTES = 2 * NUM_BYTES
 ROUNDS = 6
+LISTENS = "0A"
 OTHERS = b"\xa5" * ARENA_BYTES
 """What somebody else has in the arena by the time that a late write comes."""
 
@@ -113,6 +115,28 @@ async def test_without_revoking_it_finds_its_way(host: NixlHost, monkeypatch: py
     assert said == "written" and arena != OTHERS
     for target in kept:
         target.revoke()
+
+
+async def test_on_loopback_nothing_of_it_listens_elsewhere(host: NixlHost) -> None:
+    with peer_process(host, "target") as peer:
+        await heard(peer)
+        listening = listening_addresses(peer.pid)
+        assert listening and listening == {"127.0.0.1"}
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Of the TCP sockets of that process, from the kernel's own table."""
+    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[3] == LISTENS and fields[9] in sockets:
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, raw))
+    return found
 
 
 async def test_a_process_that_does_not_answer_is_refused_and_not_waited_for(
