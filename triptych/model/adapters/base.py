@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from triptych.model.parts import LanguagePart, VisionPart
 
 MAX_SEQUENCE_TOKENS = 2**21
-"""The most that the wire carries (`rpc/convert.py`): a worker that said more would not be heard."""
+"""The most that the wire carries (`rpc/convert/limits.py`): a worker that said more would not be heard."""
 DECLARED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

@@ -1,0 +1,29 @@
+"""The most that messages may hold."""
+
+from __future__ import annotations
+
+# A vocabulary id is below this: sentinels begin there, so an id from the wire can never be one.
+MAX_TOKEN_ID = 999_999
+MAX_TOKENS = 2**20
+MAX_ITEMS = 1024
+MAX_RANGES = 2**16
+MAX_CHOICE = 1023
+MAX_ATTEMPT = 2**16
+MAX_GRID = 2**16
+MAX_MEDIA_BYTES = 2**34
+MAX_PIXELS_PER_SIDE = 2**18
+MAX_STOP_TOKENS = 1024
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 300
+MAX_ALTERNATIVES = 20
+MAX_PRIORITY = 100
+MIN_LOGPROB = -9999.0
+MAX_SALT_BYTES = 64
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+MAX_PAGES = 2**26
+MAX_GROUPS = 1024
+FINGERPRINT_BYTES = 32
+INT63 = 2**63 - 1
+INT64 = 2**64 - 1
