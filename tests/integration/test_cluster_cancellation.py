@@ -54,6 +54,7 @@ def body(model: str, dice: random.Random) -> dict[str, Any]:
         "model": model,
         "messages": [{"role": "user", "content": content}],
         "max_tokens": 64,
+        "ignore_eos": True,
         "temperature": 0,
         "stream": True,
     }
@@ -64,6 +65,7 @@ async def leave(client: httpx.AsyncClient, asked: dict[str, Any], stay_s: float)
     try:
         async with asyncio.timeout(stay_s):
             async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+                assert response.status_code == 200, "a refusal is not left"
                 async for _ in response.aiter_bytes():
                     pass
     except TimeoutError:
