@@ -16,6 +16,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from services.router import calls
+from services.router.admission.fair_line import Ticket
+from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.breakers import Breakers
 from services.router.calls import (
     Admitted,
@@ -83,6 +85,7 @@ class Job:
     plan: Plan
     media: Sequence[bytes]
     deadline_s: float  # by the event loop's clock
+    tenant: Tenant = ANYBODY
 
     def remaining_s(self) -> float:
         return max(self.deadline_s - asyncio.get_running_loop().time(), 0.001)
@@ -172,7 +175,7 @@ class Attempt:
         """Room at a decode worker for the length of the block."""
         start_ns = self._timeline.clock.monotonic_ns()
         is_first_choice = self._job.ref.choice == 0
-        admission = await self._line()(self._ask_for_room)
+        admission = await self._admit()
         self._timeline.add("queue", start_ns)
         if self._job.ref.attempt == 0 and is_first_choice:
             metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
@@ -184,10 +187,13 @@ class Attempt:
             admission.call.cancel()
             self._queue.room_may_be_free()
 
-    def _line(self) -> Callable[[Callable[[], Awaitable[Admission | None]]], Awaitable[Admission]]:
-        if self._job.plan.is_replay:
-            return self._queue.admit_again
-        return self._queue.admit if self._job.ref.choice == 0 else self._queue.admit_further
+    def _admit(self) -> Awaitable[Admission]:
+        plan, tenant = self._job.plan, self._job.tenant
+        if plan.is_replay:
+            return self._queue.admit_again(self._ask_for_room)
+        ticket = Ticket(tenant.name, tenant.weight, plan.priority, plan.num_total_tokens)
+        admit = self._queue.admit if self._job.ref.choice == 0 else self._queue.admit_further
+        return admit(self._ask_for_room, ticket)
 
     async def _ask_for_room(self) -> Admission | None:
         """None when all are full just now. A worker that is lost, or too small, is passed over while another answers;

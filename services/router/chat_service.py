@@ -95,6 +95,7 @@ class ChatService:
             texts=[AnswerText(self.new_detokenizer(), chat.stop, plan.sampling) for _ in range(chat.num_choices)],
             timeline=timeline,
             stopwatch=stopwatch,
+            tenant=visit.tenant,
         )
         job = ChatJob(
             question=question,

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.answer_text import AnswerText, TextPiece
 from services.router.pipeline import Answer, Batch, Beside, Done, Event, Pipeline
 from services.router.stopwatch import Stopwatch
@@ -30,6 +31,7 @@ class Question:
     texts: Sequence[AnswerText]
     timeline: Timeline
     stopwatch: Stopwatch
+    tenant: Tenant = ANYBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ class Choices:
     async def _follow(self, choice: int, beside: Beside | None) -> None:
         asked = self._question
         timeline = None if beside else asked.timeline
-        async with self._pipeline.answer(asked.plan, asked.media, asked.request_id, timeline, beside) as answer:
+        async with self._pipeline.answer(
+            asked.plan, asked.media, asked.request_id, timeline, beside, asked.tenant
+        ) as answer:
             self._answers[choice] = answer
             async with aclosing(answer.events()) as events:
                 async for event in events:

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.attempt import Attempt, Job, Progress
 from services.router.breakers import Breakers
 from services.router.homes import Home, Homes
@@ -143,6 +144,7 @@ class Pipeline:
         request_id: str,
         timeline: Timeline | None = None,
         beside: Beside | None = None,
+        tenant: Tenant = ANYBODY,
     ) -> AsyncIterator[Answer]:
         """The answer to `plan` (`media`: encoded bytes, one per item). Leaving the block cancels all that still runs.
 
@@ -154,7 +156,7 @@ class Pipeline:
         known = (beside.first.prompt_number, beside.first.home) if beside else self._homes.find(plan)
         answer.prompt_number, answer.home = known
         ref = AttemptRef(request_id, beside.choice if beside else 0)
-        async with owned_task(self._drive(answer, Job(ref, plan, media, deadline_s))):
+        async with owned_task(self._drive(answer, Job(ref, plan, media, deadline_s, tenant))):
             try:
                 yield answer
             finally:
@@ -196,7 +198,7 @@ class Pipeline:
             _check_wanted(answer, job)
             ref = AttemptRef(job.ref.request_id, job.ref.choice, number)
             plan = _taken_up_again(job.plan, answer, tries.num_retractions)
-            attempt = self._new_attempt(answer, Job(ref, plan, job.media, job.deadline_s), avoided)
+            attempt = self._new_attempt(answer, replace(job, ref=ref, plan=plan), avoided)
             try:
                 reason = _checked(answer, await attempt.run())
             except Retracted:

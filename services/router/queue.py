@@ -1,13 +1,15 @@
-"""Where requests wait for room in the cluster: first come first served, and bounded. Those that had room and lost it
-stand before all others."""
+"""Where requests wait for room in the cluster: bounded, and fair between tenants (`admission/fair_line.py`). Those that
+had room and lost it stand before all others."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from services.router.admission.fair_line import FairLine, Ticket
 from triptych.core.errors import Overloaded
 from triptych.obs import metrics
 
@@ -15,76 +17,110 @@ T = TypeVar("T")
 
 # Room also appears without this router noticing (another router's request ends, a worker comes up).
 RETRY_SECONDS = 0.05
+_ANY = Ticket()
+
+
+class _Turn(asyncio.Event):
+    """Set when there is something to look at: it may be the first now, or have lost its place."""
+
+    is_displaced = False
 
 
 class AdmissionQueue:
-    """Only the first in line asks for room; whoever comes while others wait stands behind them."""
+    """Only the first in line asks for room; whoever comes while others wait takes a place among them."""
 
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
-        self._line: deque[asyncio.Event] = deque()
-        self._num_again = 0
+    def __init__(self, max_waiting: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._line: FairLine[_Turn] = FairLine(max_waiting)
+        self._again: deque[_Turn] = deque()
         self._room = asyncio.Event()
+        self._now_s = now_s
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._again) + len(self._line)
 
-    async def admit(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+    async def admit(self, ask: Callable[[], Awaitable[T | None]], ticket: Ticket = _ANY) -> T:
         """What `ask` answers as soon as that is not None. Its errors are passed on.
 
-        Bound the wait with a timeout around this. Raises Overloaded when the line is full.
+        Bound the wait with a timeout around this. Raises Overloaded when the line is full, or has become so and others
+        have a better claim to its places.
         """
-        if not self._line:
-            answer = await ask()
-            if answer is not None:
-                return answer
-        if len(self._line) >= self._max_waiting:
-            raise Overloaded(f"{len(self._line)} requests are waiting already; try again later")
-        return await self._wait_in_line(ask)
+        answer = await self._ask_at_once(ask, ticket)
+        if answer is not None:
+            return answer
+        turn = _Turn()
+        displaced = self._line.offer(turn, ticket, self._now_s())
+        if displaced is not None:
+            displaced.is_displaced = True
+            displaced.set()
+        return await self._wait(ask, turn, ticket)
 
-    async def admit_further(self, ask: Callable[[], Awaitable[T | None]]) -> T:
+    async def admit_further(self, ask: Callable[[], Awaitable[T | None]], ticket: Ticket = _ANY) -> T:
         """As `admit`, for another choice of a request that has been admitted: it takes its turn in the line, but a full
         line does not refuse it, for that would fail what already runs. Few can come: each running request has at most
         its `n`."""
-        if not self._line:
-            answer = await ask()
-            if answer is not None:
-                return answer
-        return await self._wait_in_line(ask)
+        answer = await self._ask_at_once(ask, ticket)
+        if answer is not None:
+            return answer
+        turn = _Turn()
+        self._line.join(turn, ticket, self._now_s())
+        return await self._wait(ask, turn, ticket)
 
     async def admit_again(self, ask: Callable[[], Awaitable[T | None]]) -> T:
         """As `admit`, for one that had room and lost it: it goes before all that never had any, and a full line does
         not refuse it. Each running request has at most one of these a choice."""
-        return await self._wait_in_line(ask, self._num_again)
+        turn = _Turn()
+        self._again.append(turn)
+        return await self._wait(ask, turn, None)
 
     def room_may_be_free(self) -> None:
         """Lets the first in line ask again at once. Called when a request has ended."""
         self._room.set()
 
-    async def _wait_in_line(self, ask: Callable[[], Awaitable[T | None]], place: int | None = None) -> T:
-        """`place`: before whom to stand; None is the end."""
-        my_turn = asyncio.Event()
-        self._num_again += place is not None
-        self._line.insert(len(self._line) if place is None else place, my_turn)
-        self._line[0].set()
-        metrics.ROUTER_QUEUE_DEPTH.set(len(self._line))
+    async def _ask_at_once(self, ask: Callable[[], Awaitable[T | None]], ticket: Ticket) -> T | None:
+        """Unless others wait."""
+        answer = None if self.waiting else await ask()
+        if answer is not None:
+            self._line.served(ticket)
+        return answer
+
+    async def _wait(self, ask: Callable[[], Awaitable[T | None]], turn: _Turn, ticket: Ticket | None) -> T:
+        self._look()
         try:
-            while True:
-                while self._line[0] is not my_turn:  # also when somebody came who goes first
-                    my_turn.clear()
-                    await my_turn.wait()
-                self._room.clear()
-                answer = await ask()
-                if answer is not None:
-                    return answer
-                await self._room_or_time()
+            answer = await self._ask_in_turn(ask, turn)
+            if ticket is not None:
+                self._line.served(ticket)
+            return answer
         finally:
-            self._num_again -= place is not None
-            self._line.remove(my_turn)
-            metrics.ROUTER_QUEUE_DEPTH.set(len(self._line))
-            if self._line:
-                self._line[0].set()
+            if turn in self._again:
+                self._again.remove(turn)
+            else:
+                self._line.remove(turn)
+            self._look()
+
+    async def _ask_in_turn(self, ask: Callable[[], Awaitable[T | None]], turn: _Turn) -> T:
+        while True:
+            while self._first() is not turn:  # also when somebody came who goes first
+                turn.clear()
+                await turn.wait()
+                if turn.is_displaced:
+                    raise Overloaded("requests of tenants that wait less had to be let in; try again later")
+            self._room.clear()
+            answer = await ask()
+            if answer is not None:
+                return answer
+            await self._room_or_time()
+
+    def _first(self) -> _Turn | None:
+        if self._again:
+            return self._again[0]
+        return self._line.head() if len(self._line) else None
+
+    def _look(self) -> None:
+        metrics.ROUTER_QUEUE_DEPTH.set(self.waiting)
+        first = self._first()
+        if first is not None:
+            first.set()
 
     async def _room_or_time(self) -> None:
         try:

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from services.router.admission.keyring import Keyring
+from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.app import Model
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
@@ -60,6 +61,7 @@ class ScriptedPipeline:
         request_id: str,
         timeline: Timeline | None,
         beside: Beside | None = None,
+        tenant: Tenant = ANYBODY,
     ) -> AsyncIterator[Answer]:
         self.plans.append(plan)
         self.media.append(media)

@@ -37,6 +37,7 @@ keys = ["{KEY_A}"]
 requests_per_minute = 600
 tokens_per_minute = 1e6
 max_concurrent = 32
+weight = 2
 priority = -5
 
 [tenants.beta]
@@ -70,7 +71,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def test_the_file_says_all_of_each_tenant(keyring: Keyring) -> None:
     acme, beta, ops = keyring.tenants
-    assert acme == Tenant("acme", Rates(600, 1e6), max_concurrent=32, priority=-5)
+    assert acme == Tenant("acme", Rates(600, 1e6), max_concurrent=32, weight=2, priority=-5)
     assert beta == Tenant("beta")
     assert ops == Tenant("ops", is_admin=True)
     for key, tenant in ((KEY_A, acme), (KEY_B, beta), (KEY_ADMIN, ops), (KEY_A + "x", None), ("", None)):
@@ -113,6 +114,7 @@ def test_keys_come_from_the_environment_too(tmp_path: Path) -> None:
                 ("tokens_per_minute = nan", "a number from"),
                 ("pixels_per_minute = inf", "a number from"),
                 ("requests_per_minute = true", "a number from"),
+                ("weight = 0", "a number from"),
                 ("max_concurrent = 0", "a whole number from"),
                 ("max_concurrent = 1.0", "a whole number from"),
                 ("priority = -101", "a whole number from"),

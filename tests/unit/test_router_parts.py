@@ -377,7 +377,7 @@ async def test_those_that_had_room_and_lost_it_go_first_in_their_own_order() -> 
             queue.room_may_be_free()
             await asyncio.sleep(0.08)
     assert served == list("yzab")
-    assert queue.waiting == queue._num_again == 0
+    assert queue.waiting == 0
 
 
 async def test_one_that_gives_up_leaves_the_line() -> None:

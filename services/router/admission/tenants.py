@@ -27,6 +27,7 @@ class Tenant:
     Attributes:
         name: unique in a cluster; the label of metrics.
         max_concurrent: requests of this tenant that may be under way, those that wait included.
+        weight: its part of the room in the cluster, against other tenants that wait for some.
         priority: the most urgent `priority` that its requests may have; the lower, the more urgent.
         is_admin: its callers may read what concerns all tenants.
     """
@@ -34,6 +35,7 @@ class Tenant:
     name: str
     rates: Rates = Rates()
     max_concurrent: int | None = None
+    weight: float = 1.0
     priority: int = 0
     is_admin: bool = False
 
