@@ -25,6 +25,7 @@ from services.router.chat_service import ChatLimits, ChatService
 from services.router.drain import Drain
 from services.router.fetch import FetchLimits, UrlFetcher
 from services.router.fetch_rules import FetchRules
+from services.router.headers import MAX_HEADER_BYTES, HttpProtocol
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
 from services.router.pipeline import Pipeline, Workers
@@ -182,6 +183,8 @@ async def serve(settings: RouterSettings) -> None:
                 drain,
                 uvicorn.Config(
                     app,
+                    http=HttpProtocol,
+                    h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                     log_config=None,
                     access_log=False,
                     server_header=False,

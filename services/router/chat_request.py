@@ -28,6 +28,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
 MAX_SALT_CHARS = 256
+MAX_TIMEOUT_S = 86_400.0
 _INT31 = 2**31 - 1
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -73,6 +74,7 @@ class ChatRequest:
     num_choices: int = 1
     priority: int = 0
     cache_salt: str = ""
+    timeout_s: float | None = None
 
 
 def _as_stops(value: Any) -> tuple[str, ...]:
@@ -132,6 +134,7 @@ class ChatCompletionBody(BaseModel):
     min_tokens: Annotated[int, Field(ge=0, le=_INT31)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_STOP_TOKENS)] | None
@@ -169,6 +172,7 @@ def parse_chat_request(body: object) -> ChatRequest:
         num_choices=num_choices,
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",
+        timeout_s=parsed.timeout_s,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from starlette.requests import Request
 from services.router.admission.ledger import Cost
 from services.router.answer_text import AnswerText
 from services.router.chat_answer import ChatAnswer, ChatJob, StreamedChatAnswer, WholeChatAnswer
-from services.router.chat_request import ChatRequest, parse_chat_request
+from services.router.chat_request import MAX_TIMEOUT_S, ChatRequest, parse_chat_request
 from services.router.choices import Question
 from services.router.guard import visit_of
 from services.router.http import read_json_body
@@ -34,6 +36,8 @@ from triptych.obs.log import for_request
 from triptych.text.detokenizer import IncrementalDetokenizer
 
 TIMELINE_HEADER = "x-triptych-timeline"
+TIMEOUT_HEADER = "x-triptych-timeout-s"
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _MAX_LOGGED_NAMES = 8
 
 _log = logging.getLogger(__name__)
@@ -67,14 +71,17 @@ class ChatService:
 
     async def answer(self, request: Request) -> ChatAnswer:
         """Raises a RequestError for what is wrong with the request, DeadlineExceeded if it arrives too slowly."""
-        limit_s = self.limits.request_timeout_s
+        began_s = asyncio.get_running_loop().time()
+        limit_s = min(self.limits.request_timeout_s, wished_timeout_s(request))
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._prepare(request, asyncio.get_running_loop().time() + limit_s)
+            async with asyncio.timeout_at(began_s + limit_s) as limit:
+                return await self._prepare(request, began_s, limit)
         except TimeoutError:
-            raise DeadlineExceeded(f"the request was not complete within {limit_s:g} s") from None
+            passed_s = asyncio.get_running_loop().time() - began_s
+            raise DeadlineExceeded(f"the request was not complete within its time, {passed_s:.3g} s") from None
 
-    async def _prepare(self, request: Request, deadline_s: float) -> ChatAnswer:
+    async def _prepare(self, request: Request, began_s: float, limit: asyncio.Timeout) -> ChatAnswer:
+        """`limit` is moved forward when the body asks for less time."""
         request_id: str = request.state.request_id
         visit = visit_of(request)
         timeline = Timeline("router", WORKER_ID, self.clock)
@@ -82,10 +89,14 @@ class ChatService:
         with timeline.span("parse"):
             chat = parse_chat_request(await read_json_body(request, self.limits.max_body_bytes))
             chat = replace(chat, priority=visit.tenant.priority_of(chat.priority))
+            if chat.timeout_s is not None:
+                limit.reschedule(min(limit.when() or math.inf, began_s + chat.timeout_s))
             self._check(chat, request_id)
             media = await self.reader.read_all(chat.media, request.state.held_bytes.take)
         with timeline.span("plan"):
-            plan = await self._plan(chat, media, deadline_s, tenant_salt(visit.tenant.name, chat.cache_salt))
+            plan = await self._plan(
+                chat, media, limit.when() or math.inf, tenant_salt(visit.tenant.name, chat.cache_salt)
+            )
         await visit.charge(_cost(plan, chat.num_choices))
         metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
         question = Question(
@@ -129,6 +140,16 @@ class ChatService:
         return await loop.run_in_executor(
             self.executor, self.planner.plan, chat, media, self.context_tokens(), timeout_s, salt
         )
+
+
+def wished_timeout_s(request: Request) -> float:
+    """What the header says, infinity when there is none. Raises InvalidRequest."""
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return math.inf
+    if not _SECONDS.fullmatch(text) or not 0 < float(text) <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    return float(text)
 
 
 def _cost(plan: Plan, num_choices: int) -> Cost:

@@ -12,15 +12,15 @@ from services.router.admission.keyring import Keyring
 from services.router.admission.meter import Meter, Visit
 from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.drain import Drain
+from services.router.headers import MAX_HEADER_BYTES, headers_too_large
 from services.router.http import CHAT_PATH, error_response
-from triptych.core.errors import Forbidden, HeadersTooLarge, TriptychError
+from triptych.core.errors import Forbidden, TriptychError
 
 # Whether the process lives and whether it takes requests, for those who start and stop it. They say nothing else.
 OPEN_PATHS = frozenset({"/health", "/health/ready"})
 # What concerns all tenants.
 ADMIN_PATHS = frozenset({"/metrics"})
 ADMIN_PREFIXES = ("/debug/",)
-MAX_HEADER_BYTES = 64 * 2**10
 
 
 class Guard:
@@ -62,7 +62,7 @@ class Guard:
         """Raises HeadersTooLarge, Unauthenticated or Forbidden."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
-            raise HeadersTooLarge(f"a request's headers may have at most {MAX_HEADER_BYTES} bytes")
+            raise headers_too_large()
         path: str = scope["path"]
         if self._keyring is None or path in OPEN_PATHS:
             return ANYBODY
