@@ -38,6 +38,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 cwd=ROOT,
+                start_new_session=True,  # signals to the group pass it by: it ends with its input
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])},
             )
         try:
