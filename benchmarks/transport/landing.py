@@ -14,8 +14,9 @@ from triptych.core.ids import AttemptRef, WorkerRef, new_epoch
 from triptych.core.plan import EmbeddingSource
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc.server import RpcServer
+from triptych.transport.control_port import ControlPort
 from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id
-from triptych.transport.names import NIXL, SHM, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import NIXL, SAME_HOST, SHM, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.nixl_api import NixlDriver
 from triptych.transport.nixl_driver import UcxDriver
 from triptych.transport.receiver import Receivers
@@ -101,7 +102,9 @@ async def receiver(transport: str, folder: Path, room_bytes: int) -> AsyncIterat
     me = Endpoint(WorkerRef(f"receiver-{transport}", new_epoch()), host_id(), (transport,))
     async with AsyncExitStack() as stack:
         arena, port = await _ways_in(transport, folder, room_bytes, stack)
-        servicer = TransferServicer(me, Receivers(embedding=Landing(arena)), port, nixl=nixl_of(transport))
+        control = await _control(transport, folder, stack)
+        receivers, nixl = Receivers(embedding=Landing(arena)), nixl_of(transport)
+        servicer = TransferServicer(me, receivers, port, nixl=nixl, control_port=control)
         server = RpcServer("127.0.0.1", 0, token=None)
         server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
         address = f"127.0.0.1:{await server.start()}"
@@ -130,6 +133,16 @@ async def _ways_in(
 def nixl_of(transport: str) -> NixlDriver | None:
     """Raises NixlError where it is not installed."""
     return UcxDriver("127.0.0.1") if transport == NIXL else None
+
+
+async def _control(transport: str, folder: Path, stack: AsyncExitStack) -> ControlPort | None:
+    path = data_socket_path(folder, f"control-{transport}")
+    if transport not in SAME_HOST or path is None:
+        return None
+    port = ControlPort(path)
+    stack.push_async_callback(port.close)
+    await port.open()
+    return port
 
 
 def info(me: Endpoint, address: str) -> WorkerInfo:

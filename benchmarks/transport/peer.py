@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import uvloop
+
 from benchmarks.transport.cells import OURS
 from benchmarks.transport.landing import receiver
 from benchmarks.transport.receivers import RECEIVERS
@@ -25,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     kind, folder, room_bytes = argv[0], Path(argv[1]), int(argv[2])
     if kind in OURS:
         try:
-            asyncio.run(_serve_ours(kind, folder, room_bytes))
+            uvloop.run(_serve_ours(kind, folder, room_bytes))
         except NixlError as error:
             say({"absent": str(error)})
         return 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import uvloop
 
 from benchmarks.engine.arms import Case
 from benchmarks.engine.budget import Budget
@@ -56,7 +57,7 @@ def run_all(options: Options, budget: Budget) -> Results:
     if todo.arms:
         part = budget if options.only else budget.part(BETWEEN_TWO_SHARE)
         print(f"between two processes, {part.left_s():.0f} s:", flush=True)
-        asyncio.run(_between_two(todo, options.pace, part, results))
+        uvloop.run(_between_two(todo, options.pace, part, results))
     if options.only in (None, *OF_CLUSTERS):
         _in_clusters(options, budget, results)
     return results

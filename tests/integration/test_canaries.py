@@ -27,6 +27,8 @@ from triptych.registry import static
 from triptych.rpc import check, client
 from triptych.rpc.client import ChannelPool
 from triptych.testing.cluster import ChatRequest, InProcessCluster
+from triptych.transport import receiver_link
+from triptych.transport.control_port import ControlPort
 from triptych.transport.zmq_port import DataPort
 from triptych.wire.v1 import decode_pb2, encoder_pb2, prefill_pb2, registry_pb2, transfer_pb2
 
@@ -59,6 +61,7 @@ async def heard(model_dir: Path) -> AsyncIterator[tuple[InProcessCluster, Spoken
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             patch.setattr(client._WithMetadata, kind, _recorded_kind(kind, spoken))
+        patch.setattr(receiver_link.ReceiverLink, "_say", _recorded_say(spoken))
         async with InProcessCluster(model_dir, kv_pool_bytes=tiny_cluster.SMALL_POOL, chunk_tokens=48) as cluster:
             truth = (await cluster.generate(ASKED)).token_ids
             yield cluster, {method: list(calls) for method, calls in spoken.items()}, truth
@@ -77,6 +80,23 @@ def _recorded_kind(kind: str, spoken: Spoken) -> Any:
         return self._bind(getattr(self._channel, kind)(method, serialize, response_deserializer, **options))
 
     return make
+
+
+def _recorded_say(spoken: Spoken) -> Any:
+    """What goes by the control socket after the greeting, as if it went by the stream."""
+    say, calls = receiver_link.ReceiverLink._say, dict[int, list[bytes]]()
+
+    def heard_say(self: receiver_link.ReceiverLink, frame: transfer_pb2.SessionRequest) -> bool:
+        if id(self) not in calls:
+            hello = self._session.__class__(
+                self._session.me, self._session.receiver, self._session.kind, self._session.layout_fingerprint
+            ).hello()
+            calls[id(self)] = [hello.SerializeToString()]
+            spoken[SESSION].insert(0, calls[id(self)])
+        calls[id(self)].append(frame.SerializeToString())
+        return say(self, frame)
+
+    return heard_say
 
 
 @pytest.fixture
@@ -211,6 +231,8 @@ async def test_a_canary_in_any_field_of_any_call_is_not_unpickled(
     heard: tuple[InProcessCluster, Spoken, list[int]], canary: Canary
 ) -> None:
     cluster, spoken, truth = heard
+    asked = {_kind(raw) for call in spoken[SESSION] for raw in call}
+    assert asked >= {"hello", "slot_request", "bind_request", "commit"}
     assert {method for method, calls in spoken.items() if any(calls)} >= set(REQUESTS) - {
         "/triptych.wire.v1.WorkerRegistry/Describe"
     }
@@ -220,6 +242,10 @@ async def test_a_canary_in_any_field_of_any_call_is_not_unpickled(
     assert not canary.sung() and looked_up == []
     # Sessions refuse within the stream, and workers do not serve each other's methods.
     assert ends["INVALID_ARGUMENT"] > 25 and "INTERNAL" not in ends and "UNKNOWN" not in ends, ends
+
+
+def _kind(raw: bytes) -> str | None:
+    return transfer_pb2.SessionRequest.FromString(raw).WhichOneof("kind")
 
 
 # --- sockets ----------------------------------------------------------------------------------------------------------
@@ -238,14 +264,22 @@ async def fly_by_sockets(cluster: InProcessCluster, canary: Canary) -> None:
     for port in tcp:
         for raw in (canary.raw, canary.raw * 100, http + canary.text.encode() + b"\r\n\r\n", post + canary.raw):
             await _send_raw(await asyncio.open_connection("127.0.0.1", port), raw)
-    for address in addresses:
-        await _send_raw(await asyncio.open_unix_connection(address.socket_path), canary.raw)
+    doors = [str(port._path) for port in control_ports(cluster)]
+    assert len(doors) == 2
+    for path in doors + [address.socket_path for address in addresses]:
+        for raw in (canary.raw, len(canary.raw).to_bytes(4, "little") + canary.raw):
+            await _send_raw(await asyncio.open_unix_connection(path), raw)
     for endpoint in [f"tcp://127.0.0.1:{port}" for port in tcp] + [f"ipc://{a.socket_path}" for a in addresses]:
         await _send_zmq(endpoint, canary)
 
 
 def data_ports(cluster: InProcessCluster) -> list[DataPort]:
     found = [worker._transfer._data_port for worker in cluster.workers if worker._transfer is not None]
+    return [port for port in found if port is not None]
+
+
+def control_ports(cluster: InProcessCluster) -> list[ControlPort]:
+    found = [worker._transfer._control_port for worker in cluster.workers if worker._transfer is not None]
     return [port for port in found if port is not None]
 
 

@@ -27,6 +27,7 @@ from triptych.rpc.server import RpcServer
 from triptych.testing.fake_nixl import FakeNetwork, FakeNixl
 from triptych.testing.receivers import FakeEmbeddingReceiver, FakeKvReceiver
 from triptych.transport.carrier import WriterEvents
+from triptych.transport.control_port import ControlPort
 from triptych.transport.curve import CurveKeys
 from triptych.transport.layout import checksum64, embedding_layout_fingerprint, host_id, kv_layout_fingerprint
 from triptych.transport.link import AskingLink
@@ -97,6 +98,7 @@ class Host:
     channels: ChannelPool
     data_port: DataPort
     network: FakeNetwork
+    control_port: ControlPort
 
     def pool(self, me: Endpoint = SENDER, kv: KvTerms = KV) -> LinkPool:
         receivers = Receivers(self.embedding, self.kv)
@@ -118,7 +120,10 @@ async def running(
     data_port = DataPort(data_host, 0, data_socket_path(Path(sockets.name), "prefill-1"), keys=keys)
     await data_port.open()
     network = FakeNetwork()
-    servicer = TransferServicer(me, Receivers(embedding, kv), data_port, nixl=FakeNixl(network))
+    control_port = ControlPort(Path(sockets.name, "control.sock"))
+    await control_port.open()
+    receivers = Receivers(embedding, kv)
+    servicer = TransferServicer(me, receivers, data_port, nixl=FakeNixl(network), control_port=control_port)
     server = RpcServer("127.0.0.1", 0, token=TOKEN)
     server.add(transfer_pb2_grpc.add_TransferServicer_to_server, servicer)
     port = await server.start()
@@ -133,12 +138,13 @@ async def running(
     )
     channels = ChannelPool(TOKEN)
     try:
-        yield Host(info, embedding, kv, servicer, server, channels, data_port, network)
+        yield Host(info, embedding, kv, servicer, server, channels, data_port, network, control_port)
     finally:
         await channels.close()
         await servicer.close()
         await server.stop(0)
         await data_port.close()
+        await control_port.close()
         sockets.cleanup()
         for segment in segments:
             segment.close()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import pytest
@@ -269,10 +269,11 @@ async def test_a_bug_in_answering_ends_the_session_and_frees_nothing_under_a_liv
     assert isinstance(grant, SlotGrant)
     (talk,) = host.servicer._talks.values()
 
-    async def broken(_: object) -> None:
+    def broken(_: object) -> Never:
         raise RuntimeError("a bug")
 
-    talk._write_frame = broken
+    assert talk._wire is not None
+    talk._wire.write = broken  # type: ignore[method-assign]
     keeps = SharedSegment.open(host.embedding.arena.segment.name, ARENA_BYTES, mapping_id=talk._mapping_id)  # type: ignore[union-attr]
     with pytest.raises(PeerLost):
         await shm_link.request_slot(REF, 1, IDENTITY, 1, 64, timeout_s=5)
@@ -301,14 +302,15 @@ async def test_a_commit_under_way_ends_before_the_farewell_whatever_else_breaks(
             ended.append("cancelled")
             raise
 
-    async def broken(_: object) -> None:
+    def broken(_: object) -> Never:
         raise RuntimeError("a bug")
 
     host.embedding.commit_embedding = slow  # type: ignore[method-assign]
     checksum = checksum64(bytes(ARENA_BYTES))
     committing = asyncio.create_task(shm_link.commit_embedding(FULL, 0, grant, EmbeddingSource.REMOTE, checksum))
     await entered.wait()
-    talk._write_frame = broken
+    assert talk._wire is not None
+    talk._wire.write = broken  # type: ignore[method-assign]
     await shm_link.abort(REF, None, "makes the receiver answer")
     await asyncio.sleep(0.1)
     go.set()

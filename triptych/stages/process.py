@@ -9,6 +9,8 @@ import signal
 from contextlib import suppress
 from typing import cast
 
+import uvloop
+
 from triptych.core.failpoints import parse_failpoints
 from triptych.faults import points
 from triptych.obs.log import LogFormat, configure_logging
@@ -20,7 +22,7 @@ def run_worker(plan: WorkerPlan, service: str) -> int:
     configure_logging(service, plan.common.log_level, cast(LogFormat, plan.common.log_format))
     _stand_back(plan.common.nice)
     points.arm(parse_failpoints(plan.common.failpoints), plan.common.worker_id)
-    asyncio.run(_serve(plan))
+    uvloop.run(_serve(plan))
     gc.freeze()  # all is closed; the interpreter would look through torch and transformers for cycles, for a second
     return 0
 

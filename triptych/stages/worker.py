@@ -35,7 +35,7 @@ from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool, transfer_stub
 from triptych.rpc.server import RpcServer, add_describe
 from triptych.rpc.tls import ClusterTls, load_tls, tell_of_the_end
-from triptych.stages.data_port import open_data_port
+from triptych.stages.data_port import open_control_port, open_data_port
 from triptych.stages.decode import DecodeParts, DecodeStage
 from triptych.stages.device_memory import is_device_only, offers_device, open_driver, without_device
 from triptych.stages.embeddings import EmbeddingSupply
@@ -208,9 +208,10 @@ class Worker:
 
     async def _build(self, adapter: Adapter, compute: ComputeChoice, channels: ChannelPool) -> None:
         receivers = Receivers()
-        self._transports, data_port = TRANSPORT_CHOICES[self._plan.common.transport], None
+        self._transports, data_port, control_port = TRANSPORT_CHOICES[self._plan.common.transport], None, None
         if self._plan.lands_embeddings_of_others or self._plan.lands_kv_of_others:
             self._transports, data_port = await open_data_port(self._plan.common, self._exit)
+            control_port = await open_control_port(self._plan.common, self._transports, self._exit)
         self._choose_driver(compute)
         await self._choose_nixl()
         endpoint, self._kv = Endpoint(self.ref, host_id(), self._transports), self._kv_terms(compute)
@@ -241,7 +242,7 @@ class Worker:
         if self._plan.vision is not None:
             await self._build_vision(adapter, compute, self._plan.vision, links)
         self._exit.push_async_callback(pool.close)
-        self._transfer = TransferServicer(endpoint, receivers, data_port, nixl=self._nixl)
+        self._transfer = TransferServicer(endpoint, receivers, data_port, nixl=self._nixl, control_port=control_port)
         self._server.add(transfer_pb2_grpc.add_TransferServicer_to_server, self._transfer)
 
     def _kv_terms(self, compute: ComputeChoice) -> KvTerms | None:

@@ -10,6 +10,7 @@ from triptych.core.kv_format import MAX_PAGE_TOKENS, KvTerms, PageFormat
 from triptych.core.plan import IDENTITY_BYTES
 from triptych.rpc import check, convert
 from triptych.rpc.errors import detail_from_error, error_from_detail
+from triptych.transport.control_wire import CONTROL_KEY_BYTES
 from triptych.transport.data_frame import CURVE_KEY_BYTES, SESSION_KEY_BYTES
 from triptych.transport.device import HANDLE_BYTES, UUID_BYTES, DeviceAddress
 from triptych.transport.layout import FINGERPRINT_BYTES
@@ -22,6 +23,7 @@ from triptych.transport.types import (
     Asked,
     BindAsked,
     Bound,
+    ControlAddress,
     DataAddress,
     EmbeddingCommitted,
     Endpoint,
@@ -62,7 +64,8 @@ class Greeting:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """Domain form of HelloAck. `segment_name` is for `shm`, `data` for `zmq-*`, `device` for `cuda_ipc`, `nixl` for
-    `nixl`; they are empty for others. `pages` are how a KV pool is cut; None for embeddings."""
+    `nixl`; they are empty for others. `pages` are how a KV pool is cut; None for embeddings. `control` is for
+    senders of the same host."""
 
     transport: str
     segment_name: str = ""
@@ -72,6 +75,7 @@ class Welcome:
     device: DeviceAddress | None = None
     pages: PageFormat | None = None
     nixl: NixlAddress | None = None
+    control: ControlAddress = field(default_factory=ControlAddress)
 
 
 # --- hello -----------------------------------------------------------------------------------------------------------
@@ -140,6 +144,8 @@ def welcome_to_frame(sequence: int, receiver: Endpoint, welcome: Welcome) -> wir
         session_key=welcome.data.session_key,
         curve_key=welcome.data.curve_key,
         pages=None if welcome.pages is None else _pages_to_proto(welcome.pages),
+        control_path=welcome.control.socket_path,
+        control_key=welcome.control.key,
     )
     if welcome.device is not None:
         device = welcome.device
@@ -161,17 +167,30 @@ def welcome_from_frame(ack: wire.HelloAck) -> Welcome:
         _device_address(ack.device) if ack.HasField("device") else None,
         _pages_from_proto(ack.pages) if ack.HasField("pages") else None,
         _nixl_address(ack.nixl, ack.segment_bytes) if ack.HasField("nixl") else None,
+        _control_address(ack),
     )
 
 
 def _data_address(ack: wire.HelloAck) -> DataAddress:
     if ack.session_key:
         check.exact_bytes("session_key", ack.session_key, SESSION_KEY_BYTES)
-    path = check.text("socket_path", ack.socket_path, MAX_SOCKET_PATH_BYTES)
-    if path and not path.startswith("/"):
-        raise InvalidRequest("socket_path must be an absolute path", param="socket_path")
+    path = _socket_path("socket_path", ack.socket_path)
     port = check.integer("data_port", ack.data_port, 0, 65535)
     return DataAddress(path, port, ack.session_key, _curve_key(ack.curve_key))
+
+
+def _control_address(ack: wire.HelloAck) -> ControlAddress:
+    path = _socket_path("control_path", ack.control_path)
+    if not path and not ack.control_key:
+        return ControlAddress()
+    return ControlAddress(path, check.exact_bytes("control_key", ack.control_key, CONTROL_KEY_BYTES))
+
+
+def _socket_path(name: str, raw: str) -> str:
+    path = check.text(name, raw, MAX_SOCKET_PATH_BYTES)
+    if path and not path.startswith("/"):
+        raise InvalidRequest(f"{name} must be an absolute path", param=name)
+    return path
 
 
 def _curve_key(raw: bytes) -> bytes:

@@ -160,7 +160,8 @@ class LinkPool:
             )
 
     def _ways(self, receiver: WorkerInfo) -> Ways:
-        return Ways(self._sockets, host_of(receiver.grpc_address), self._new_keys(), self._imports, self._nixl)
+        keys = self._new_keys()
+        return Ways(self._sockets, host_of(receiver.grpc_address), keys, self._imports, self._nixl, self._strict)
 
     @contextmanager
     def _tried(self, peer: WorkerRef) -> Iterator[None]:

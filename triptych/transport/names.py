@@ -12,6 +12,9 @@ NIXL: Final = "nixl"
 ZMQ_IPC: Final = "zmq-ipc"
 ZMQ_TCP: Final = "zmq-tcp"
 
+SAME_HOST: Final = (CUDA_IPC, SHM, ZMQ_IPC)
+"""What works only where both ends see the same memory and the same files."""
+
 TRANSPORT_CHOICES: Final = {
     "auto": (INPROC, CUDA_IPC, SHM, ZMQ_IPC, ZMQ_TCP),
     "cuda_ipc": (INPROC, CUDA_IPC),

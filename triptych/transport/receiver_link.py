@@ -1,4 +1,4 @@
-"""The link to another process: a session over gRPC, and a carrier for the bytes."""
+"""The link to another process: a session that begins over gRPC, and a carrier for the bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from triptych.core.errors import DeadlineExceeded, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
@@ -20,6 +21,7 @@ from triptych.rpc.errors import error_from_rpc
 from triptych.transport import frames
 from triptych.transport.carrier import Carrier
 from triptych.transport.circuit import out_of_time
+from triptych.transport.control_wire import FrameWire
 from triptych.transport.in_flight import InFlightLimit
 from triptych.transport.link import AskingLink, deadline
 from triptych.transport.session import MAX_OUTSTANDING, Answered, SenderSession
@@ -40,6 +42,7 @@ from triptych.wire.v1 import transfer_pb2 as wire
 CONNECT_TIMEOUT_S: Final = 10.0
 # A bind, a commit or an abort waits for nothing but the receiver itself.
 SILENT_AFTER_S: Final = 10.0
+_ANSWERED_AT_ONCE: Final = ("slot_request", "bind_request", "commit")
 OVER: Final = "the session to the other worker is over"
 
 _log = logging.getLogger(__name__)
@@ -68,9 +71,10 @@ class PeerEvents:
 
 
 class ReceiverLink(AskingLink):
-    """A link over the Transfer service: control frames by gRPC, bytes as the two agree in the greeting.
+    """A link over the Transfer service: bytes as the two agree in the greeting; control frames by gRPC, or after the
+    greeting by the control socket of a receiver on this host.
 
-    Owns the stream, the carrier and the requests that wait for an answer. `connect` before anything else.
+    Owns the stream, the socket, the carrier and the requests that wait for an answer. `connect` before anything else.
     """
 
     def __init__(
@@ -91,6 +95,8 @@ class ReceiverLink(AskingLink):
         self._outgoing: asyncio.Queue[wire.SessionRequest] = asyncio.Queue(maxsize=2 * MAX_OUTSTANDING)
         self._bytes: Carrier | None = None
         self._call: Stream | None = None
+        self._wire: FrameWire | None = None
+        self._is_behind = False
         self._pump: asyncio.Task[None] | None = None
 
     async def connect(self, stub: TransferStub, ways: Ways, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
@@ -106,6 +112,7 @@ class ReceiverLink(AskingLink):
             welcome = await self._greet(call, ways.curve_key, timeout_s)
             self._page_format = welcome.pages
             self._bytes = await self._open_way(ways, welcome)
+            await self._join(ways, welcome)
         except BaseException:
             call.cancel()
             self._end()
@@ -122,7 +129,8 @@ class ReceiverLink(AskingLink):
         """A link that cannot even queue an abort is broken, and closes."""
         try:
             _, frame = self._session.ask(AbortAsked(ref, grant_id, printable(reason)))
-            self._outgoing.put_nowait(frame)
+            if not self._say(frame):
+                self._outgoing.put_nowait(frame)
         except PeerLost:
             return  # the receiver frees everything when the session ends
         except (NoRoom, asyncio.QueueFull):
@@ -161,7 +169,8 @@ class ReceiverLink(AskingLink):
         try:
             with out_of_time(tell, timeout_s):
                 async with deadline(timeout_s):
-                    await self._outgoing.put(frame)
+                    if not self._say(frame):
+                        await self._outgoing.put(frame)
                     return sequence, await future
         finally:
             self._waiting.pop(sequence, None)
@@ -179,18 +188,50 @@ class ReceiverLink(AskingLink):
             call.cancel()
             self._end()
 
+    def _say(self, frame: wire.SessionRequest) -> bool:
+        """Whether it could leave at once; else it has to wait for its turn."""
+        if self._wire is None or self._is_behind or not self._wire.has_room or not self._outgoing.empty():
+            return False
+        self._wire.write(frame.SerializeToString())
+        if frame.WhichOneof("kind") in _ANSWERED_AT_ONCE:
+            self._wire.wakefulness.expect()
+        return True
+
     async def _write(self, call: Stream) -> None:
         while True:
-            await call.write(await self._outgoing.get())
+            frame = await self._outgoing.get()
+            if self._wire is None:
+                await call.write(frame)
+            else:
+                self._is_behind = True  # sequences must ascend: nobody may pass this frame
+                await self._wire.drained()
+                self._wire.write(frame.SerializeToString())
+                self._is_behind = False
 
     async def _read(self, call: Stream) -> None:
         while isinstance(frame := await call.read(), wire.SessionResponse):
-            self._events.answered()
-            answered = self._session.receive(frame)
-            if answered is None:
-                _log.warning("a receiver answered what nobody asked")
-            else:
-                self._deliver(answered)
+            self._take(frame)
+
+    def _take(self, frame: wire.SessionResponse) -> None:
+        self._events.answered()
+        answered = self._session.receive(frame)
+        if answered is None:
+            _log.warning("a receiver answered what nobody asked")
+        else:
+            self._deliver(answered)
+
+    def _take_raw(self, raw: bytes) -> None:
+        try:
+            self._take(wire.SessionResponse.FromString(raw))
+        except DecodeError:
+            _log.warning("a receiver sent what is no frame: closing the link")
+            self._break()
+
+    async def _join(self, ways: Ways, welcome: frames.Welcome) -> None:
+        joined = await ways.join(welcome)
+        if joined is not None:
+            joined.take, joined.lost = self._take_raw, self._break
+            self._wire = joined
 
     def _deliver(self, answered: Answered) -> None:
         future = self._waiting.pop(answered.sequence, None)
@@ -223,6 +264,8 @@ class ReceiverLink(AskingLink):
             if not future.done():
                 future.set_exception(PeerLost(OVER))
         self.in_flight.close(OVER)
+        if self._wire is not None:
+            self._wire.close()
         self._revoke_slots(None)  # one that is being written keeps the mapping until it has been
         if self._bytes is not None:
             self._bytes.close()  # before the writers are dropped, so that they can say what happened

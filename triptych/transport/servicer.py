@@ -1,10 +1,10 @@
 """The Transfer service: drives the receivers of this process with the frames of many senders.
 
-    frame --take--> a task of its own --answer--> outgoing queue --write--> stream
+    frame --take--> a task of its own --answer--> outgoing queue --write--> stream, or at once --> control socket
                     abort: first cancels the tasks of its ref that still wait
 
-The stream's coroutine only reads. The work lives in the conversation's own task group, so that a broken stream cancels
-nobody in the middle of a commit.
+The stream's coroutine only reads, and where a sender has joined by a control socket it only waits for the end. The work
+lives in the conversation's own task group, so that a broken stream cancels nobody in the middle of a commit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from functools import partial
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from triptych.core.errors import Aborted, NoRoom, PeerLost, TransferRefused, TriptychError
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.rpc.errors import INTERNAL_MESSAGE, AbortOnError
+from triptych.rpc.server import MAX_MESSAGE_BYTES
+from triptych.transport.control_port import ControlPort
+from triptych.transport.control_wire import FrameWire
 from triptych.transport.device_arena import SETTLE_S, DeviceArena
 from triptych.transport.dispatch import carry_out, peer_lost
 from triptych.transport.frames import answer_to_frame
 from triptych.transport.landings import LandingSession, pages_landing, slot_landing
-from triptych.transport.names import CUDA_IPC, NIXL, ZMQ_IPC, ZMQ_TCP
+from triptych.transport.names import CUDA_IPC, NIXL, SAME_HOST, ZMQ_IPC, ZMQ_TCP
 from triptych.transport.nixl_api import NixlAddress, NixlDriver
 from triptych.transport.nixl_arena import Exposure, WrittenPages
 from triptych.transport.receiver import Receivers
 from triptych.transport.session import (
     MAX_OUTSTANDING,
+    NO_CONTROL,
     NO_DATA,
     ArenaOffer,
     Greeted,
@@ -47,6 +52,7 @@ from triptych.transport.types import (
     Asked,
     BindAsked,
     Bound,
+    ControlAddress,
     DataAddress,
     EmbeddingCommitted,
     Endpoint,
@@ -80,6 +86,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         receivers: what can be landed here.
         data_port: where data frames come in; without it `me` must not offer `zmq-*`.
         nixl: the library; without it `me` must not offer `nixl`.
+        control_port: where senders of this host may go on after the greeting; without it they keep to the stream.
     """
 
     def __init__(
@@ -88,9 +95,11 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         receivers: Receivers,
         data_port: DataPort | None = None,
         nixl: NixlDriver | None = None,
+        control_port: ControlPort | None = None,
     ) -> None:
         self._nixl = nixl
         self._me = me
+        self._control_port = control_port
         self._receivers = receivers
         self._data_port = data_port
         self._talks: dict[PeerKey, Conversation] = {}
@@ -100,7 +109,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     async def Session(  # noqa: N802 - the name in the proto
         self, request_iterator: AsyncIterator[wire.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        talk = Conversation(self._me, self._receivers, self._data_port, context.write, self._nixl)
+        talk = Conversation(self._me, self._receivers, self._data_port, context.write, self._nixl, self._control_port)
         life = self._spawn(talk.live())
         reader = asyncio.create_task(self._read(talk, life, request_iterator), name="transfer-read")
         talk.hang_up = reader.cancel
@@ -193,21 +202,24 @@ class Conversation:
         data_port: DataPort | None,
         write: Callable[[wire.SessionResponse], Awaitable[None]],
         nixl: NixlDriver | None = None,
+        control_port: ControlPort | None = None,
     ) -> None:
         self._nixl = nixl
         self._exposure: Exposure | None = None
         self._written: WrittenPages | None = None
         self._receivers = receivers
         self._data_port = data_port
+        self._control_port = control_port
+        self._wire: FrameWire | None = None
         self._landings: LandingSession | None = None
         self._device: DeviceArena | None = None
         self._session = ReceiverSession(me, self._offer)
         self._write_frame = write
         self._mapping_id = next(_mapping_ids)
         self._outgoing: asyncio.Queue[wire.SessionResponse | None] = asyncio.Queue()  # at most MAX_UNREAD
-        self._work: asyncio.Queue[Work | None] = asyncio.Queue()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._no_more = asyncio.Event()
         self._waits: dict[AttemptRef, set[Waiting]] = defaultdict(set)
-        self._ended = False
         self._welcomed = False
         self.written = asyncio.Event()
         self.settled = asyncio.Event()
@@ -230,9 +242,9 @@ class Conversation:
             case Greeted():
                 return outcome
             case Work():
-                self._work.put_nowait(outcome)
+                self._start(outcome)
             case wire.SessionResponse():
-                self._outgoing.put_nowait(outcome)
+                self._say(outcome)
         return None
 
     async def expose(self, greeted: Greeted) -> NixlAddress | None:
@@ -249,16 +261,15 @@ class Conversation:
         data = self._open_landings() if greeted.transport in (ZMQ_IPC, ZMQ_TCP) else NO_DATA
         if greeted.transport == CUDA_IPC:
             self._open_device()
-        self._outgoing.put_nowait(self._session.welcome(greeted, self._mapping_id, data, nixl))
+        control = self._open_control() if greeted.transport in SAME_HOST else NO_CONTROL
+        self._say(self._session.welcome(greeted, self._mapping_id, data, nixl, control))
 
     def refuse(self, greeted: Greeted, error: TriptychError) -> None:
-        self._outgoing.put_nowait(self._session.refuse(greeted, error))
+        self._say(self._session.refuse(greeted, error))
 
     def end(self) -> None:
         """No more frames will come. Idempotent; the rest happens in `live`."""
-        if not self._ended:
-            self._ended = True
-            self._work.put_nowait(None)
+        self._no_more.set()
 
     async def live(self) -> None:
         """Whatever goes wrong in the session, the farewell waits until the sender can write no more."""
@@ -273,6 +284,7 @@ class Conversation:
                 await self._exposure.revoke()
         finally:
             self.written.set()
+            self._close_control()
             self._close_landings()
             if self._exposure is not None:
                 await self._exposure.try_revoke()
@@ -283,24 +295,33 @@ class Conversation:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(), name="transfer-write")
             async with asyncio.TaskGroup() as work:
-                await self._start_work(work)
+                await self._work(work)
             self._session.close()
             self._outgoing.put_nowait(None)
 
-    async def _start_work(self, tasks: asyncio.TaskGroup) -> None:
-        while (work := await self._work.get()) is not None:
-            asked = work.asked
-            # What was asked for the ref before its abort, and still waits for room.
-            cancelled = self._cancel_waits(asked.ref) if isinstance(asked, AbortAsked) else []
-            task = tasks.create_task(self._answer(work, cancelled), name="transfer-work")
-            if isinstance(asked, SlotAsked | BindAsked):
-                self._waits[asked.ref].add(task)
-            # Not in the task itself: one that is cancelled before its first step never runs, and still needs an answer.
-            task.add_done_callback(partial(self._finish, work))
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        try:
+            await self._no_more.wait()
+        finally:
+            self._tasks = None
+            self._close_control()  # whoever joined there has gone, or is to learn that the session is over, and no more
         for ref in list(self._waits):
             self._cancel_waits(ref)
         if self._landings is not None:
             self._close_landings()  # commits that wait for frames are refused now, and later frames find nothing
+
+    def _start(self, work: Work) -> None:
+        if self._tasks is None:
+            return  # the session is over: nobody reads an answer
+        asked = work.asked
+        # What was asked for the ref before its abort, and still waits for room.
+        cancelled = self._cancel_waits(asked.ref) if isinstance(asked, AbortAsked) else []
+        task = self._tasks.create_task(self._answer(work, cancelled), name="transfer-work")
+        if isinstance(asked, SlotAsked | BindAsked):
+            self._waits[asked.ref].add(task)
+        # Not in the task itself: one that is cancelled before its first step never runs, and still needs an answer.
+        task.add_done_callback(partial(self._finish, work))
 
     def _cancel_waits(self, ref: AttemptRef) -> list[Waiting]:
         tasks = list(self._waits.get(ref, ()))
@@ -315,7 +336,7 @@ class Conversation:
             if not waiting:
                 del self._waits[work.asked.ref]
         answer = Aborted("given up by the sender") if task.cancelled() else task.result()
-        self._outgoing.put_nowait(self._framed(work.sequence, answer))
+        self._say(self._framed(work.sequence, answer))
 
     def _framed(self, sequence: int, answer: Answer | TriptychError) -> wire.SessionResponse:
         """The sender hears of a bug of ours, too, and does not wait for its deadline."""
@@ -379,19 +400,37 @@ class Conversation:
             case KvCommitted(ref=ref, grant_id=grant_id), _:
                 landings.forget(ref, grant_id)
 
+    def _say(self, frame: wire.SessionResponse) -> None:
+        if self._wire is not None and self._wire.has_room and self._outgoing.empty():
+            try:
+                self._wire.write(frame.SerializeToString())
+            except Exception:
+                return self._cannot_answer()
+            if frame.WhichOneof("kind") == "slot_grant":
+                self._wire.wakefulness.expect()  # what the sender has computed already it writes and commits at once
+        else:
+            self._outgoing.put_nowait(frame)
+
     async def _write(self) -> None:
         """Until the stream breaks; then the rest of the answers go nowhere."""
         try:
             while (frame := await self._outgoing.get()) is not None:
-                await self._write_frame(frame)
+                if self._wire is None:
+                    await self._write_frame(frame)
+                else:
+                    await self._wire.drained()
+                    self._wire.write(frame.SerializeToString())
         except (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError):
             self.end()
         except Exception:
-            _log.exception("answers cannot be sent: the session ends")
-            self.hang_up()
-            self.end()
+            self._cannot_answer()
         finally:
             self.written.set()
+
+    def _cannot_answer(self) -> None:
+        _log.exception("answers cannot be sent: the session ends")
+        self.hang_up()
+        self.end()
 
     async def _wait_until_unmapped(self) -> None:
         """A sender that lost the stream may still be writing: nothing it was granted is free before its mapping is
@@ -418,6 +457,32 @@ class Conversation:
             _log.exception("a receiver failed while it let go of a lost peer")
         if self._device is not None:
             self._device.closed_to(self._peer())
+
+    def _open_control(self) -> ControlAddress:
+        if self._control_port is None:
+            return NO_CONTROL
+        return self._control_port.expect(self._mapping_id, self._join)
+
+    def _join(self, joined: FrameWire) -> None:
+        """The sender goes on here; nothing of it is under way on the stream any more."""
+        self._wire = joined
+        joined.take, joined.lost = self._take_raw, self._lose_control
+        joined.max_frame_bytes = MAX_MESSAGE_BYTES
+
+    def _lose_control(self) -> None:
+        self.hang_up()
+
+    def _take_raw(self, raw: bytes) -> None:
+        try:
+            self.take(wire.SessionRequest.FromString(raw))
+        except (DecodeError, NoRoom):
+            self._close_control()  # as the stream ends by such a frame
+
+    def _close_control(self) -> None:
+        if self._control_port is not None:
+            self._control_port.forget(self._mapping_id)
+        if self._wire is not None:
+            self._wire.close()
 
     def _open_device(self) -> None:
         arena = self._receivers.arena(self._kind())

@@ -31,6 +31,7 @@ from triptych.transport.types import (
     Asked,
     BindAsked,
     Bound,
+    ControlAddress,
     DataAddress,
     EmbeddingCommitted,
     Endpoint,
@@ -43,6 +44,7 @@ from triptych.wire.v1 import transfer_pb2 as wire
 
 MAX_OUTSTANDING: Final = 4096
 NO_DATA: Final = DataAddress()
+NO_CONTROL: Final = ControlAddress()
 _ABORT_HEADROOM: Final = 2  # aborts make room, so they may come when the rest is full
 
 
@@ -274,16 +276,21 @@ class ReceiverSession:
             return frames.answer_to_frame(frame.sequence, error)
 
     def welcome(
-        self, greeted: Greeted, mapping_id: int, data: DataAddress = NO_DATA, nixl: NixlAddress | None = None
+        self,
+        greeted: Greeted,
+        mapping_id: int,
+        data: DataAddress = NO_DATA,
+        nixl: NixlAddress | None = None,
+        control: ControlAddress = NO_CONTROL,
     ) -> wire.SessionResponse:
-        """`data` for the transports `zmq-*`."""
+        """`data` for the transports `zmq-*`, `control` for senders of this host."""
         self.state = _NEXT[self.state, "hello_ack"]
         offer = self._offer(greeted.greeting.kind)
         segment_name = offer.segment_name if greeted.transport == SHM else ""
         device = offer.device if greeted.transport == CUDA_IPC else None
         pages = None if offer.kv is None else offer.kv.pages
         welcome = frames.Welcome(
-            greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device, pages, nixl
+            greeted.transport, segment_name, offer.segment_bytes, mapping_id, data, device, pages, nixl, control
         )
         return frames.welcome_to_frame(greeted.sequence, self.me, welcome)
 

@@ -191,3 +191,12 @@ class DataAddress:
     port: int = 0
     session_key: bytes = field(default=b"", repr=False)
     curve_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlAddress:
+    """Where a session's control frames may go instead of the stream that it began by, and what the sender shows there;
+    both empty where there is no such socket."""
+
+    socket_path: str = ""
+    key: bytes = field(default=b"", repr=False)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import zmq.asyncio
 
 from triptych.core.errors import TransferRefused, TriptychError
+from triptych.obs import metrics
 from triptych.transport.carrier import Carrier, MemoryCarrier
+from triptych.transport.control_wire import FrameWire, knock
 from triptych.transport.curve import CurveKeys
 from triptych.transport.device_arena import DeviceImports, ImportedArena
 from triptych.transport.device_carrier import DeviceCarrier
@@ -22,6 +25,10 @@ from triptych.transport.nixl_carrier import STAGING_BYTES, NixlCarrier
 from triptych.transport.shm import SharedSegment
 from triptych.transport.zmq_carrier import ZmqCarrier
 from triptych.transport.zmq_gate import Admission, CurveAdmission, PlainAdmission
+
+CONTROL_FALLBACK: Final = "control_socket"
+
+_log = logging.getLogger(__name__)
 
 
 class WayBlocked(Exception):
@@ -56,13 +63,15 @@ class DataSockets:
 class Ways:
     """How one receiver's arena can be reached. `host` is the receiver's, from the registry: an address from anywhere
     else is never dialled. `keys` are this link's own, where what goes by TCP must be encrypted; `imports` is
-    None when this process has no device to write from, `nixl` when it has not that library."""
+    None when this process has no device to write from, `nixl` when it has not that library. `strict`: a
+    second-best way is an error."""
 
     sockets: DataSockets
     host: str
     keys: CurveKeys | None = None
     imports: DeviceImports | None = None
     nixl: NixlDriver | None = None
+    strict: bool = False
 
     @property
     def curve_key(self) -> bytes:
@@ -92,6 +101,20 @@ class Ways:
         )
         await carrier.connect()
         return carrier
+
+    async def join(self, welcome: Welcome) -> FrameWire | None:
+        """The receiver's control socket, if it has one that can be reached: else the stream serves. Raises
+        TransferRefused where that is not good enough."""
+        if not welcome.control.socket_path:
+            return None
+        try:
+            return await knock(welcome.control.socket_path, welcome.mapping_id, welcome.control.key)
+        except TransferRefused as error:
+            if self.strict:
+                raise
+            metrics.FALLBACKS.labels(CONTROL_FALLBACK).inc()
+            _log.warning("control frames go by gRPC, which is slower", extra={"reason": error.message})
+            return None
 
     def _admission(self, welcome: Welcome) -> Admission:
         """Who could be told to send in clear what must not be would be downgraded by whoever tells."""

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from triptych.wire.v1 import common_pb2 as triptych_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/wire/v1/transfer.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"\x98\x02\n\x0eSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.triptych.wire.v1.HelloH\x00\x12\x35\n\x0cslot_request\x18\x03 \x01(\x0b\x32\x1d.triptych.wire.v1.SlotRequestH\x00\x12\x35\n\x0c\x62ind_request\x18\x04 \x01(\x0b\x32\x1d.triptych.wire.v1.BindRequestH\x00\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x18.triptych.wire.v1.CommitH\x00\x12(\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x17.triptych.wire.v1.AbortH\x00\x42\x06\n\x04kind\"\xba\x02\n\x0fSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12/\n\thello_ack\x18\x02 \x01(\x0b\x32\x1a.triptych.wire.v1.HelloAckH\x00\x12\x31\n\nslot_grant\x18\x03 \x01(\x0b\x32\x1b.triptych.wire.v1.SlotGrantH\x00\x12+\n\x07have_it\x18\x04 \x01(\x0b\x32\x18.triptych.wire.v1.HaveItH\x00\x12(\n\x05\x62ound\x18\x05 \x01(\x0b\x32\x17.triptych.wire.v1.BoundH\x00\x12$\n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x15.triptych.wire.v1.AckH\x00\x12,\n\x07refused\x18\x07 \x01(\x0b\x32\x19.triptych.wire.v1.RefusedH\x00\x42\x06\n\x04kind\"\x84\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12*\n\x05\x61rena\x18\x06 \x01(\x0e\x32\x1b.triptych.wire.v1.ArenaKind\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\x0c\x12\x11\n\tcurve_key\x18\x08 \x01(\x0c\x12+\n\x05pages\x18\t \x01(\x0b\x32\x1c.triptych.wire.v1.PageFormat\x12\x12\n\nmay_narrow\x18\n \x01(\x08\"K\n\nPageFormat\x12\x13\n\x0bpage_tokens\x18\x01 \x01(\r\x12(\n\x05\x64type\x18\x02 \x01(\x0e\x32\x19.triptych.wire.v1.KvDtype\"\xdb\x02\n\x08HelloAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x14\n\x0csegment_name\x18\x04 \x01(\t\x12\x15\n\rsegment_bytes\x18\x05 \x01(\x04\x12\x12\n\nmapping_id\x18\x06 \x01(\x04\x12\x13\n\x0bsocket_path\x18\x07 \x01(\t\x12\x11\n\tdata_port\x18\x08 \x01(\r\x12\x13\n\x0bsession_key\x18\t \x01(\x0c\x12/\n\x06\x64\x65vice\x18\n \x01(\x0b\x32\x1f.triptych.wire.v1.DeviceAddress\x12\x11\n\tcurve_key\x18\x0b \x01(\x0c\x12+\n\x05pages\x18\x0c \x01(\x0b\x32\x1c.triptych.wire.v1.PageFormat\x12+\n\x04nixl\x18\r \x01(\x0b\x32\x1d.triptych.wire.v1.NixlAddress\"-\n\x0bNixlAddress\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\"H\n\rDeviceAddress\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\x0c\x12\x12\n\nlease_name\x18\x03 \x01(\t\"\x85\x01\n\x0bSlotRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x12\n\nitem_index\x18\x02 \x01(\r\x12\x10\n\x08identity\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"g\n\tSlotGrant\x12\x0f\n\x07slot_id\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x12\n\ncapability\x18\x05 \x01(\x0c\";\n\x06HaveIt\x12\x31\n\x06source\x18\x01 \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\"^\n\x0b\x42indRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x10\n\x08grant_id\x18\x02 \x01(\t\x12\x12\n\ncapability\x18\x03 \x01(\x0c\"d\n\x05\x42ound\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12.\n\x06groups\x18\x02 \x03(\x0b\x32\x1e.triptych.wire.v1.GroupRegions\x12\x17\n\x0fnum_held_tokens\x18\x03 \x01(\r\"\xc5\x01\n\x06\x43ommit\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\ncapability\x18\x03 \x01(\x0c\x12\x36\n\tembedding\x18\x04 \x01(\x0b\x32!.triptych.wire.v1.EmbeddingCommitH\x00\x12(\n\x02kv\x18\x05 \x01(\x0b\x32\x1a.triptych.wire.v1.KvCommitH\x00\x42\x06\n\x04kind\"\x8e\x01\n\x0f\x45mbeddingCommit\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x0f\n\x07slot_id\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x04\x12\x31\n\x06source\x18\x05 \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\"\xad\x01\n\x08KvCommit\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x17.triptych.wire.v1.Token\x12\x16\n\x0eposition_delta\x18\x05 \x01(\x12\x12\x15\n\x08\x63hecksum\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"T\n\x05\x41\x62ort\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x10\n\x08grant_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x05\n\x03\x41\x63k\"7\n\x07Refused\x12,\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1d.triptych.wire.v1.ErrorDetail*T\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41RENA_KIND_EMBEDDING\x10\x01\x12\x11\n\rARENA_KIND_KV\x10\x02\x32^\n\x08Transfer\x12R\n\x07Session\x12 .triptych.wire.v1.SessionRequest\x1a!.triptych.wire.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftriptych/wire/v1/transfer.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"\x98\x02\n\x0eSessionRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.triptych.wire.v1.HelloH\x00\x12\x35\n\x0cslot_request\x18\x03 \x01(\x0b\x32\x1d.triptych.wire.v1.SlotRequestH\x00\x12\x35\n\x0c\x62ind_request\x18\x04 \x01(\x0b\x32\x1d.triptych.wire.v1.BindRequestH\x00\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x18.triptych.wire.v1.CommitH\x00\x12(\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x17.triptych.wire.v1.AbortH\x00\x42\x06\n\x04kind\"\xba\x02\n\x0fSessionResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12/\n\thello_ack\x18\x02 \x01(\x0b\x32\x1a.triptych.wire.v1.HelloAckH\x00\x12\x31\n\nslot_grant\x18\x03 \x01(\x0b\x32\x1b.triptych.wire.v1.SlotGrantH\x00\x12+\n\x07have_it\x18\x04 \x01(\x0b\x32\x18.triptych.wire.v1.HaveItH\x00\x12(\n\x05\x62ound\x18\x05 \x01(\x0b\x32\x17.triptych.wire.v1.BoundH\x00\x12$\n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x15.triptych.wire.v1.AckH\x00\x12,\n\x07refused\x18\x07 \x01(\x0b\x32\x19.triptych.wire.v1.RefusedH\x00\x42\x06\n\x04kind\"\x84\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12*\n\x05\x61rena\x18\x06 \x01(\x0e\x32\x1b.triptych.wire.v1.ArenaKind\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\x0c\x12\x11\n\tcurve_key\x18\x08 \x01(\x0c\x12+\n\x05pages\x18\t \x01(\x0b\x32\x1c.triptych.wire.v1.PageFormat\x12\x12\n\nmay_narrow\x18\n \x01(\x08\"K\n\nPageFormat\x12\x13\n\x0bpage_tokens\x18\x01 \x01(\r\x12(\n\x05\x64type\x18\x02 \x01(\x0e\x32\x19.triptych.wire.v1.KvDtype\"\x86\x03\n\x08HelloAck\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x14\n\x0csegment_name\x18\x04 \x01(\t\x12\x15\n\rsegment_bytes\x18\x05 \x01(\x04\x12\x12\n\nmapping_id\x18\x06 \x01(\x04\x12\x13\n\x0bsocket_path\x18\x07 \x01(\t\x12\x11\n\tdata_port\x18\x08 \x01(\r\x12\x13\n\x0bsession_key\x18\t \x01(\x0c\x12/\n\x06\x64\x65vice\x18\n \x01(\x0b\x32\x1f.triptych.wire.v1.DeviceAddress\x12\x11\n\tcurve_key\x18\x0b \x01(\x0c\x12+\n\x05pages\x18\x0c \x01(\x0b\x32\x1c.triptych.wire.v1.PageFormat\x12+\n\x04nixl\x18\r \x01(\x0b\x32\x1d.triptych.wire.v1.NixlAddress\x12\x14\n\x0c\x63ontrol_path\x18\x0e \x01(\t\x12\x13\n\x0b\x63ontrol_key\x18\x0f \x01(\x0c\"-\n\x0bNixlAddress\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\"H\n\rDeviceAddress\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\x0c\x12\x12\n\nlease_name\x18\x03 \x01(\t\"\x85\x01\n\x0bSlotRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x12\n\nitem_index\x18\x02 \x01(\r\x12\x10\n\x08identity\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"g\n\tSlotGrant\x12\x0f\n\x07slot_id\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x12\n\ncapability\x18\x05 \x01(\x0c\";\n\x06HaveIt\x12\x31\n\x06source\x18\x01 \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\"^\n\x0b\x42indRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x10\n\x08grant_id\x18\x02 \x01(\t\x12\x12\n\ncapability\x18\x03 \x01(\x0c\"d\n\x05\x42ound\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12.\n\x06groups\x18\x02 \x03(\x0b\x32\x1e.triptych.wire.v1.GroupRegions\x12\x17\n\x0fnum_held_tokens\x18\x03 \x01(\r\"\xc5\x01\n\x06\x43ommit\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x12\n\ncapability\x18\x03 \x01(\x0c\x12\x36\n\tembedding\x18\x04 \x01(\x0b\x32!.triptych.wire.v1.EmbeddingCommitH\x00\x12(\n\x02kv\x18\x05 \x01(\x0b\x32\x1a.triptych.wire.v1.KvCommitH\x00\x42\x06\n\x04kind\"\x8e\x01\n\x0f\x45mbeddingCommit\x12\x12\n\nitem_index\x18\x01 \x01(\r\x12\x0f\n\x07slot_id\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x04\x12\x31\n\x06source\x18\x05 \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\"\xad\x01\n\x08KvCommit\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x17.triptych.wire.v1.Token\x12\x16\n\x0eposition_delta\x18\x05 \x01(\x12\x12\x15\n\x08\x63hecksum\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"T\n\x05\x41\x62ort\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12\x10\n\x08grant_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x05\n\x03\x41\x63k\"7\n\x07Refused\x12,\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x1d.triptych.wire.v1.ErrorDetail*T\n\tArenaKind\x12\x1a\n\x16\x41RENA_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41RENA_KIND_EMBEDDING\x10\x01\x12\x11\n\rARENA_KIND_KV\x10\x02\x32^\n\x08Transfer\x12R\n\x07Session\x12 .triptych.wire.v1.SessionRequest\x1a!.triptych.wire.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.wire.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ARENAKIND']._serialized_start=2666
-  _globals['_ARENAKIND']._serialized_end=2750
+  _globals['_ARENAKIND']._serialized_start=2709
+  _globals['_ARENAKIND']._serialized_end=2793
   _globals['_SESSIONREQUEST']._serialized_start=85
   _globals['_SESSIONREQUEST']._serialized_end=365
   _globals['_SESSIONRESPONSE']._serialized_start=368
@@ -43,33 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAGEFORMAT']._serialized_start=947
   _globals['_PAGEFORMAT']._serialized_end=1022
   _globals['_HELLOACK']._serialized_start=1025
-  _globals['_HELLOACK']._serialized_end=1372
-  _globals['_NIXLADDRESS']._serialized_start=1374
-  _globals['_NIXLADDRESS']._serialized_end=1419
-  _globals['_DEVICEADDRESS']._serialized_start=1421
-  _globals['_DEVICEADDRESS']._serialized_end=1493
-  _globals['_SLOTREQUEST']._serialized_start=1496
-  _globals['_SLOTREQUEST']._serialized_end=1629
-  _globals['_SLOTGRANT']._serialized_start=1631
-  _globals['_SLOTGRANT']._serialized_end=1734
-  _globals['_HAVEIT']._serialized_start=1736
-  _globals['_HAVEIT']._serialized_end=1795
-  _globals['_BINDREQUEST']._serialized_start=1797
-  _globals['_BINDREQUEST']._serialized_end=1891
-  _globals['_BOUND']._serialized_start=1893
-  _globals['_BOUND']._serialized_end=1993
-  _globals['_COMMIT']._serialized_start=1996
-  _globals['_COMMIT']._serialized_end=2193
-  _globals['_EMBEDDINGCOMMIT']._serialized_start=2196
-  _globals['_EMBEDDINGCOMMIT']._serialized_end=2338
-  _globals['_KVCOMMIT']._serialized_start=2341
-  _globals['_KVCOMMIT']._serialized_end=2514
-  _globals['_ABORT']._serialized_start=2516
-  _globals['_ABORT']._serialized_end=2600
-  _globals['_ACK']._serialized_start=2602
-  _globals['_ACK']._serialized_end=2607
-  _globals['_REFUSED']._serialized_start=2609
-  _globals['_REFUSED']._serialized_end=2664
-  _globals['_TRANSFER']._serialized_start=2752
-  _globals['_TRANSFER']._serialized_end=2846
+  _globals['_HELLOACK']._serialized_end=1415
+  _globals['_NIXLADDRESS']._serialized_start=1417
+  _globals['_NIXLADDRESS']._serialized_end=1462
+  _globals['_DEVICEADDRESS']._serialized_start=1464
+  _globals['_DEVICEADDRESS']._serialized_end=1536
+  _globals['_SLOTREQUEST']._serialized_start=1539
+  _globals['_SLOTREQUEST']._serialized_end=1672
+  _globals['_SLOTGRANT']._serialized_start=1674
+  _globals['_SLOTGRANT']._serialized_end=1777
+  _globals['_HAVEIT']._serialized_start=1779
+  _globals['_HAVEIT']._serialized_end=1838
+  _globals['_BINDREQUEST']._serialized_start=1840
+  _globals['_BINDREQUEST']._serialized_end=1934
+  _globals['_BOUND']._serialized_start=1936
+  _globals['_BOUND']._serialized_end=2036
+  _globals['_COMMIT']._serialized_start=2039
+  _globals['_COMMIT']._serialized_end=2236
+  _globals['_EMBEDDINGCOMMIT']._serialized_start=2239
+  _globals['_EMBEDDINGCOMMIT']._serialized_end=2381
+  _globals['_KVCOMMIT']._serialized_start=2384
+  _globals['_KVCOMMIT']._serialized_end=2557
+  _globals['_ABORT']._serialized_start=2559
+  _globals['_ABORT']._serialized_end=2643
+  _globals['_ACK']._serialized_start=2645
+  _globals['_ACK']._serialized_end=2650
+  _globals['_REFUSED']._serialized_start=2652
+  _globals['_REFUSED']._serialized_end=2707
+  _globals['_TRANSFER']._serialized_start=2795
+  _globals['_TRANSFER']._serialized_end=2889
 # @@protoc_insertion_point(module_scope)

@@ -84,7 +84,7 @@ class PageFormat(_message.Message):
     def __init__(self, page_tokens: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.KvDtype, str]] = ...) -> None: ...
 
 class HelloAck(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "device", "curve_key", "pages", "nixl")
+    __slots__ = ("worker_id", "epoch", "transport", "segment_name", "segment_bytes", "mapping_id", "socket_path", "data_port", "session_key", "device", "curve_key", "pages", "nixl", "control_path", "control_key")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class HelloAck(_message.Message):
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_PATH_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_KEY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     transport: str
@@ -111,7 +113,9 @@ class HelloAck(_message.Message):
     curve_key: bytes
     pages: PageFormat
     nixl: NixlAddress
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., device: _Optional[_Union[DeviceAddress, _Mapping]] = ..., curve_key: _Optional[bytes] = ..., pages: _Optional[_Union[PageFormat, _Mapping]] = ..., nixl: _Optional[_Union[NixlAddress, _Mapping]] = ...) -> None: ...
+    control_path: str
+    control_key: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transport: _Optional[str] = ..., segment_name: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., mapping_id: _Optional[int] = ..., socket_path: _Optional[str] = ..., data_port: _Optional[int] = ..., session_key: _Optional[bytes] = ..., device: _Optional[_Union[DeviceAddress, _Mapping]] = ..., curve_key: _Optional[bytes] = ..., pages: _Optional[_Union[PageFormat, _Mapping]] = ..., nixl: _Optional[_Union[NixlAddress, _Mapping]] = ..., control_path: _Optional[str] = ..., control_key: _Optional[bytes] = ...) -> None: ...
 
 class NixlAddress(_message.Message):
     __slots__ = ("metadata", "base")
