@@ -230,7 +230,7 @@ class Line:
 
     @property
     def is_linked(self) -> bool:
-        return self.is_alive and not self._talk._ended
+        return self.is_alive and not self._talk.is_over
 
     @property
     def is_mapped(self) -> bool:
