@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from triptych.transport.carrier import MemoryCarrier
 from triptych.transport.layout import checksum64
@@ -27,6 +28,7 @@ from triptych.transport.shm import SharedSegment
 from triptych.transport.slots import Slot, SlotAllocator
 from triptych.transport.types import SlotGrant
 
+REPOSITORY = Path(__file__).parents[2]
 ARENA_BYTES = 1 << 19
 MAX_SLOT_BYTES = 4096
 OUTSTANDING = 256
@@ -55,7 +57,8 @@ def run_rounds(count: int, seed: int, mode: str = "sound") -> Rounds:
     segment = SharedSegment.create(ARENA_BYTES, "rounds")
     command = [sys.executable, "-P", "-m", "tests.integration.shm_rounds", segment.name, str(seed), mode]
     # Through files of the system, unbuffered: each side reads whatever has come.
-    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    writer = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     assert writer.stdin is not None and writer.stdout is not None
     began_s = time.monotonic()
     try:
@@ -100,6 +103,7 @@ class _Receiver:
                 break
             if len(self._granted) <= OUTSTANDING // 2:
                 self._grant(count)
+        assert rounds.done == count, "the writer is gone"
         assert self._slots.free_bytes == self._slots.capacity_bytes
         return rounds
 
