@@ -1,5 +1,5 @@
-"""`python -m benchmarks.engine` and `benchmarks.transport` as programs: in little time, and with TRIPTYCH_VERIFY=full
-in as much as they need."""
+"""`python -m benchmarks.engine`, `benchmarks.transport` and `benchmarks.router` as programs: in little time, and with
+TRIPTYCH_VERIFY=full in as much as they need."""
 
 from __future__ import annotations
 
@@ -53,4 +53,20 @@ def test_a_transport_is_measured_between_two_processes(tmp_path: Path, key: str)
     assert (written["notes"], written["missing"]) == ({}, [])
     assert 0 < written[key] < 1e6
     assert (folder / "transport.png").stat().st_size > 0 and key in (folder / "transport.md").read_text()
+    assert list(temporary.glob("triptych*")) == [], "what was started has gone, and its folder with it"
+
+
+@pytest.mark.parametrize("key", ["cpu_ms_per_picture_request", *(["added_p99_ms"] if IS_FULL else [])])
+def test_the_router_is_measured_before_timed_fakes(tmp_path: Path, key: str) -> None:
+    folder, temporary = tmp_path / "results", tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-m", "benchmarks.router", "--quick", "--only", key]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [*command, "--json", "--out", str(folder)], env=environ, capture_output=True, text=True, check=True
+    )
+    said, written = json.loads(done.stdout), json.loads((folder / "router.json").read_text())
+    assert said == written
+    assert written["notes"] == {} and 0 < written[key] < 1e4
+    assert key in (folder / "router.md").read_text()
     assert list(temporary.glob("triptych*")) == [], "what was started has gone, and its folder with it"
