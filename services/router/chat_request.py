@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from services.router.chat_messages import parse_messages
 from services.router.media import MediaReference
@@ -57,7 +57,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request, checked. None means that the caller left it to the model's defaults."""
+    """A request, checked. None means that the caller left it to the model's defaults. `mm_hashes`: as it came."""
 
     model: str | None
     messages: tuple[ChatMessage, ...]
@@ -75,6 +75,7 @@ class ChatRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    mm_hashes: object = None
 
 
 def _as_stops(value: Any) -> tuple[str, ...]:
@@ -136,6 +137,8 @@ class ChatCompletionBody(BaseModel):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    # Only for trusted callers, and what is wrong with it is no error (`mm_hashes.py`).
+    mm_hashes: Annotated[object, WithJsonSchema({"type": "array", "items": {"type": ["string", "null"]}})] = None
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_STOP_TOKENS)] | None
     ) = None
@@ -173,6 +176,7 @@ def parse_chat_request(body: object) -> ChatRequest:
         priority=parsed.priority or 0,
         cache_salt=parsed.cache_salt or "",
         timeout_s=parsed.timeout_s,
+        mm_hashes=parsed.mm_hashes,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from starlette.requests import Request
 
 from services.router.admission.ledger import Cost
+from services.router.admission.tenants import Tenant
 from services.router.answer_text import AnswerText
 from services.router.chat_answer import ChatAnswer, ChatJob, StreamedChatAnswer, WholeChatAnswer
 from services.router.chat_request import MAX_TIMEOUT_S, ChatRequest, parse_chat_request
@@ -22,6 +23,7 @@ from services.router.choices import Question
 from services.router.guard import visit_of
 from services.router.http import read_json_body
 from services.router.media import Media, MediaReader
+from services.router.mm_hashes import caller_hashes
 from services.router.pipeline import WORKER_ID, Pipeline
 from services.router.planner import Planner
 from services.router.responses import Envelope
@@ -92,7 +94,9 @@ class ChatService:
             if chat.timeout_s is not None:
                 limit.reschedule(min(limit.when() or math.inf, began_s + chat.timeout_s))
             self._check(chat, request_id)
-            media = await self.reader.read_all(chat.media, request.state.held_bytes.take)
+            hashes = self._hashes(chat, visit.tenant, request_id)
+            read = await self.reader.read_all(chat.media, request.state.held_bytes.take)
+            media = [replace(one, caller_hash=name) for one, name in zip(read, hashes, strict=True)]
         with timeline.span("plan"):
             plan = await self._plan(
                 chat, media, limit.when() or math.inf, tenant_salt(visit.tenant.name, chat.cache_salt)
@@ -133,6 +137,17 @@ class ChatService:
             raise InvalidRequest(f"this server does not know the parameter(s) {names}", param=chat.ignored[0][:64])
         metrics.FALLBACKS.labels("ignored_parameter").inc()
         for_request(_log, request_id).info("parameters were ignored", extra={"parameters": names})
+
+    def _hashes(self, chat: ChatRequest, tenant: Tenant, request_id: str) -> tuple[bytes, ...]:
+        """One for each picture. Raises InvalidRequest for what is wrong with them only where that is asked for."""
+        found = caller_hashes(chat.mm_hashes, len(chat.media), is_trusted=tenant.is_trusted)
+        if found.complaint is None:
+            return found.hashes
+        if self.limits.strict:
+            raise InvalidRequest(found.complaint, param="mm_hashes")
+        metrics.FALLBACKS.labels("ignored_mm_hash").inc()
+        for_request(_log, request_id).warning("hashes of pictures were ignored", extra={"reason": found.complaint})
+        return found.hashes
 
     async def _plan(self, chat: ChatRequest, media: Sequence[Media], deadline_s: float, salt: bytes) -> Plan:
         loop = asyncio.get_running_loop()

@@ -30,10 +30,11 @@ class MediaReference:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Encoded bytes, unchanged, and what their header says."""
+    """Encoded bytes, unchanged, and what their header says. `caller_hash`: see `mm_hashes.py`; empty for none."""
 
     data: bytes
     header: ImageHeader
+    caller_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from services.router.chat_request import ChatRequest, SamplingOptions
 from services.router.media import Media
 from triptych.core.errors import InvalidRequest, RequestTooLarge, StartupError
-from triptych.core.plan import Item, Modality, Plan, Sampling, TokenRange
+from triptych.core.plan import Grid, Item, Modality, Plan, Sampling, TokenRange
 from triptych.model.adapters.base import ItemLayout
 from triptych.model.checkpoint_files import GENERATION_FILE, Table, optional_json
 from triptych.rpc.convert import MAX_REPETITION_PENALTY
@@ -38,6 +38,9 @@ class ModelFacts(Protocol):
     def image_layout(self, width_px: int, height_px: int) -> ItemLayout: ...
     def placeholder_id(self, modality: Modality) -> int: ...
     def identity(self, modality: Modality, media: bytes, tenant_salt: bytes = b"") -> bytes: ...
+    def caller_identity(
+        self, modality: Modality, grid: Grid, num_tokens: int, caller_hash: bytes, tenant_salt: bytes = b""
+    ) -> bytes: ...
 
 
 class ChatEncoder(Protocol):
@@ -131,14 +134,20 @@ class Planner:
     def _item(self, media: Media, layout: ItemLayout, ranges: list[TokenRange], salt: bytes) -> Item:
         return Item(
             modality=Modality.IMAGE,
-            identity=self._model.identity(Modality.IMAGE, media.data, salt),
+            identity=self._identity(media, layout, salt),
             num_tokens=layout.num_tokens,
             ranges=tuple(ranges),
             grid=layout.grid,
             media_bytes=len(media.data),
             width_px=media.header.width_px,
             height_px=media.header.height_px,
+            caller_hash=media.caller_hash,
         )
+
+    def _identity(self, media: Media, layout: ItemLayout, salt: bytes) -> bytes:
+        if not media.caller_hash:
+            return self._model.identity(Modality.IMAGE, media.data, salt)
+        return self._model.caller_identity(Modality.IMAGE, layout.grid, layout.num_tokens, media.caller_hash, salt)
 
     def _sampling(self, request: ChatRequest, max_tokens: int) -> Sampling:
         options, defaults, eos = request.options, self._defaults, self._model.eos_token_ids

@@ -65,7 +65,8 @@ def plans(draw: st.DrawFn) -> Plan:
                 draw(st.integers(0, 2**34)),
                 draw(st.integers(0, 2**18)),
                 draw(st.integers(0, 2**18)),
-                draw(st.sampled_from(ItemFormat)),
+                format_ := draw(st.sampled_from(ItemFormat)),
+                draw(st.sampled_from([b"", b"h" * 32])) if format_ is ItemFormat.NORMAL else b"",
             )
         )
     return Plan(
@@ -279,6 +280,9 @@ def edited(edit: Callable[[pb.Plan], object]) -> pb.Plan:
         ("modality", lambda m: setattr(m.items[0], "modality", 99)),
         ("format", lambda m: setattr(m.items[0], "format", 0)),
         ("format", lambda m: setattr(m.items[0], "format", 4)),
+        ("caller_hash", lambda m: setattr(m.items[0], "caller_hash", b"h" * 31)),
+        ("caller_hash", lambda m: setattr(m.items[0], "caller_hash", b"h" * 33)),
+        ("caller_hash", lambda m: (setattr(m.items[0], "caller_hash", b"h" * 32), setattr(m.items[0], "format", 2))),
         ("grid.h", lambda m: setattr(m.items[0].grid, "h", 0)),
         ("model_fingerprint", lambda m: setattr(m, "model_fingerprint", b"")),
         *[("priority", lambda m, value=value: setattr(m, "priority", value)) for value in (-101, 101, 2**31 - 1)],

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from triptych.core.plan import Grid, ItemFormat, Modality
-from triptych.mm.identity import item_hash, item_identity, tensor_identity
+from triptych.mm.identity import caller_identity, item_hash, item_identity, tensor_identity
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels, sentinel_words
 from triptych.mm.tensor import TensorValue
 
@@ -141,6 +141,47 @@ def test_the_published_vectors_of_tensors_follow_from_the_text_alone(vector: dic
     words = hashlib.sha256(b"triptych/sentinel/v1" + found).hexdigest()
     expected = [1_000_000 + int(words[start : start + 16], 16) % 2**62 for start in (0, 16, 32, 48)]
     assert list(numbers(vector["sentinels"])) == expected
+
+
+# --- published vectors of callers' hashes -----------------------------------------------------------------------------
+
+
+def read_caller_vectors() -> list[dict[str, str]]:
+    blocks = re.findall(r"```caller-vector\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    return [dict(re.findall(r"^(\w+) *= *(.*?) *$", block, re.MULTILINE)) for block in blocks]
+
+
+def test_the_document_publishes_vectors_of_callers_hashes() -> None:
+    assert len({vector["identity"] for vector in read_caller_vectors()}) == len(read_caller_vectors()) >= 3
+
+
+@pytest.mark.parametrize("vector", read_caller_vectors())
+def test_our_code_gives_the_published_vectors_of_callers_hashes(vector: dict[str, str]) -> None:
+    found = caller_identity(
+        model_fingerprint=bytes.fromhex(vector["model_fingerprint"]),
+        vision_dtype=text_of(vector["vision_dtype"]),
+        processor_version=text_of(vector["processor_version"]),
+        modality=Modality(text_of(vector["modality"])),
+        processing_key=bytes.fromhex(vector["processing_key"]),
+        tenant_salt=bytes.fromhex(vector["tenant_salt"]),
+        grid=Grid(*numbers(vector["grid"])),
+        num_tokens=int(vector["num_tokens"]),
+        caller_hash=bytes.fromhex(vector["caller_hash"]),
+    )
+    assert found.hex() == vector["identity"]
+    assert item_hash(found) == int(vector["hash"])
+    assert sentinel_words(found) == numbers(vector["sentinels"])
+
+
+@pytest.mark.parametrize("vector", read_caller_vectors())
+def test_the_published_vectors_of_callers_hashes_follow_from_the_text_alone(vector: dict[str, str]) -> None:
+    plain = ("model_fingerprint", "vision_dtype", "processor_version", "modality", "processing_key", "tenant_salt")
+    sizes = (*numbers(vector["grid"]), int(vector["num_tokens"]))
+    parts = [b"triptych/caller-identity/v1", *(bytes.fromhex(vector[name]) for name in plain)]
+    parts += [b"".join(n.to_bytes(8, "big") for n in sizes), bytes.fromhex(vector["caller_hash"])]
+    assert len(parts) == 9
+    found = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+    assert found.hex() == vector["identity"]
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------

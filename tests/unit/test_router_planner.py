@@ -39,6 +39,11 @@ class Model:
     def identity(self, modality: Modality, media: bytes, tenant_salt: bytes = b"") -> bytes:
         return hashlib.sha256(tenant_salt + media).digest()
 
+    def caller_identity(
+        self, modality: Modality, grid: Grid, num_tokens: int, caller_hash: bytes, tenant_salt: bytes = b""
+    ) -> bytes:
+        return hashlib.sha256(b"caller" + tenant_salt + caller_hash).digest()
+
 
 class Encoder:
     def __init__(self, ids: list[int]) -> None:

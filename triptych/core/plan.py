@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 
 IDENTITY_BYTES = 32
+CALLER_HASH_BYTES = 32
 
 MAX_RETRACTIONS = 3
 """How often an answer may lose its place under memory pressure."""
@@ -78,7 +79,8 @@ class Item:
     """One picture, video or audio clip, as every stage knows it; `triptych.mm.item` adds its data.
 
     `ranges` ascend and do not overlap; their lengths sum to `num_tokens`. `media_bytes` is the size of the data as they
-    cross the wire: the encoded media, or a tensor frame when `format` says so.
+    cross the wire: the encoded media, or a tensor frame when `format` says so. `caller_hash` is what a trusted caller
+    names the media by, of which the identity is then made (docs/identity.md); empty for all others.
     """
 
     modality: Modality
@@ -90,6 +92,7 @@ class Item:
     width_px: int = 0
     height_px: int = 0
     format: ItemFormat = ItemFormat.NORMAL
+    caller_hash: bytes = b""
 
     @property
     def offset(self) -> int:

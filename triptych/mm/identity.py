@@ -3,7 +3,7 @@
 An identity is SHA-256 over length-prefixed fields, so that no two different field lists hash alike. Everything that
 changes the embedding is in it: weights, vision dtype, processor version, modality, processing parameters, the tenant's
 salt and the *encoded* media bytes (hashing those costs a tenth of hashing pixels), or for a tensor its number format,
-shape, grid and elements. Test vectors: docs/identity.md.
+shape, grid and elements, or for what a trusted caller names its own hash. Test vectors: docs/identity.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from triptych.mm.tensor import TensorValue
 
 _IDENTITY_TAG = b"triptych/item-identity/v1"
 _TENSOR_TAG = b"triptych/tensor-identity/v1"
+_CALLER_TAG = b"triptych/caller-identity/v1"
 _SALT_TAG = b"triptych/tenant-salt/v1"
 
 
@@ -77,6 +78,32 @@ def tensor_identity(
     shape = struct.pack(f">{len(tensor.shape)}Q", *tensor.shape)
     sizes = struct.pack(">3Q", grid.t, grid.h, grid.w)
     return _digest((*head, format.value.encode(), tensor.dtype.value.encode(), shape, sizes, tensor.data))
+
+
+def caller_identity(
+    *,
+    model_fingerprint: bytes,
+    vision_dtype: str,
+    processor_version: str,
+    modality: Modality,
+    processing_key: bytes,
+    tenant_salt: bytes,
+    grid: Grid,
+    num_tokens: int,
+    caller_hash: bytes,
+) -> bytes:
+    """32 bytes that name whatever a trusted caller calls `caller_hash`, within its own tenant and salt. Grid and tokens
+    are part of it, so that one hash for pictures of two shapes names two items."""
+    head = (
+        _CALLER_TAG,
+        model_fingerprint,
+        vision_dtype.encode(),
+        processor_version.encode(),
+        modality.value.encode(),
+        processing_key,
+        tenant_salt,
+    )
+    return _digest((*head, struct.pack(">4Q", grid.t, grid.h, grid.w, num_tokens), caller_hash))
 
 
 def item_hash(identity: bytes) -> int:

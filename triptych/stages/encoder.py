@@ -111,13 +111,18 @@ class EncoderStage(encoder_pb2_grpc.EncoderServicer):
         under a name that is not its own; InvalidRequest for a tensor that is none.
         """
         held = received_item(item, data)
-        if isinstance(held.data, bytes):
-            identity = self._adapter.identity(item.modality, held.data, cache_salt)
-        else:
-            identity = self._adapter.tensor_identity(item.modality, item.format, item.grid, held.data, cache_salt)
-        if not hmac.compare_digest(identity, item.identity):
+        if not hmac.compare_digest(self._identity_of(held, cache_salt), item.identity):
             raise MediaMismatch("the bytes that came are not those that the item's identity names")
         return held
+
+    def _identity_of(self, held: MultimodalDataItem, cache_salt: bytes) -> bytes:
+        """What a caller's hash names can be a name of that caller's tenant only: the salt is in it, and the tag."""
+        item, adapter = held.item, self._adapter
+        if item.caller_hash:
+            return adapter.caller_identity(item.modality, item.grid, item.num_tokens, item.caller_hash, cache_salt)
+        if isinstance(held.data, bytes):
+            return adapter.identity(item.modality, held.data, cache_salt)
+        return adapter.tensor_identity(item.modality, item.format, item.grid, held.data, cache_salt)
 
     async def _start_of(self, requests: AsyncIterator[pb.EncodeRequest]) -> pb.EncodeStart:
         first = await anext(aiter(requests), None)

@@ -27,7 +27,7 @@ _KEY = re.compile(rf"[\x21-\x7e]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
 _DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _RATES = ("requests_per_minute", "tokens_per_minute", "pixels_per_minute")
-_OTHERS = ("keys", "max_concurrent", "weight", "priority", "is_admin")
+_OTHERS = ("keys", "max_concurrent", "weight", "priority", "is_admin", "is_trusted")
 
 
 def load_keyring(path: Path | None, pairs: Sequence[str]) -> Keyring | None:
@@ -95,6 +95,7 @@ def _tenant(name: str, table: Mapping[str, Any], file: str) -> Tenant:
         weight=_or(_number(table, "weight", where, 1e-3, 1e3), 1.0),
         priority=_whole(table, "priority", where, -MAX_PRIORITY, MAX_PRIORITY) or 0,
         is_admin=_flag(table, "is_admin", where),
+        is_trusted=_flag(table, "is_trusted", where),
     )
 
 

@@ -30,6 +30,7 @@ class Tenant:
         weight: its part of the room in the cluster, against other tenants that wait for some.
         priority: the most urgent `priority` that its requests may have; the lower, the more urgent.
         is_admin: its callers may read what concerns all tenants.
+        is_trusted: its callers may name pictures by hashes of their own.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Tenant:
     weight: float = 1.0
     priority: int = 0
     is_admin: bool = False
+    is_trusted: bool = False
 
     def priority_of(self, wished: int) -> int:
         return max(wished, self.priority)

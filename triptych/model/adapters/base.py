@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from triptych.core.errors import StartupError
 from triptych.core.expansion import IdArray, expand
 from triptych.core.plan import Grid, Item, ItemFormat, Modality
-from triptych.mm.identity import item_identity, tensor_identity
+from triptych.mm.identity import caller_identity, item_identity, tensor_identity
 from triptych.mm.mrope import PositionArray
 from triptych.mm.sentinels import SENTINEL_BASE, item_sentinels
 from triptych.mm.tensor import TensorValue
@@ -173,6 +173,22 @@ class Adapter(ABC):
             format=format,
             grid=grid,
             tensor=tensor,
+        )
+
+    def caller_identity(
+        self, modality: Modality, grid: Grid, num_tokens: int, caller_hash: bytes, tenant_salt: bytes = b""
+    ) -> bytes:
+        """The same for media that a trusted caller names by a hash of its own."""
+        return caller_identity(
+            model_fingerprint=self.fingerprint,
+            vision_dtype=self.declared_dtype,
+            processor_version=f"{self.architecture}/{self.processor_version}",
+            modality=modality,
+            processing_key=self.processing_key,
+            tenant_salt=tenant_salt,
+            grid=grid,
+            num_tokens=num_tokens,
+            caller_hash=caller_hash,
         )
 
     def check_layout(self, item: Item) -> None:  # noqa: B027 - a family may have nothing to check

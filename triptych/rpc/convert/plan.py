@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from triptych.core.errors import InvalidRequest
 from triptych.core.expansion import check_ranges
 from triptych.core.plan import (
+    CALLER_HASH_BYTES,
     IDENTITY_BYTES,
     MAX_RETRACTIONS,
     Grid,
@@ -87,6 +88,7 @@ def item_to_proto(item: Item) -> pb.Item:
         width_px=item.width_px,
         height_px=item.height_px,
         format=_FORMAT_TO[item.format],
+        caller_hash=item.caller_hash,
     )
 
 
@@ -104,7 +106,14 @@ def item_from_proto(message: pb.Item) -> Item:
         width_px=check.integer("width_px", message.width_px, 0, MAX_PIXELS_PER_SIDE),
         height_px=check.integer("height_px", message.height_px, 0, MAX_PIXELS_PER_SIDE),
         format=check.choice("format", _FORMAT, message.format),
+        caller_hash=_caller_hash_from_proto(message),
     )
+
+
+def _caller_hash_from_proto(message: pb.Item) -> bytes:
+    if message.caller_hash and message.format != pb.ITEM_FORMAT_NORMAL:
+        raise InvalidRequest("a caller's hash can only name encoded media", param="caller_hash")
+    return check.exact_bytes("caller_hash", message.caller_hash, CALLER_HASH_BYTES) if message.caller_hash else b""
 
 
 def sampling_to_proto(sampling: Sampling) -> pb.Sampling:

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/wire/v1/common.proto\x12\x10triptych.wire.v1\"A\n\nAttemptRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"C\n\nTokenRange\x12\x15\n\rcompact_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\'\n\x04Grid\x12\t\n\x01t\x18\x01 \x01(\r\x12\t\n\x01h\x18\x02 \x01(\r\x12\t\n\x01w\x18\x03 \x01(\r\"\x96\x02\n\x04Item\x12,\n\x08modality\x18\x01 \x01(\x0e\x32\x1a.triptych.wire.v1.Modality\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12,\n\x06ranges\x18\x04 \x03(\x0b\x32\x1c.triptych.wire.v1.TokenRange\x12$\n\x04grid\x18\x05 \x01(\x0b\x32\x16.triptych.wire.v1.Grid\x12\x13\n\x0bmedia_bytes\x18\x06 \x01(\x04\x12\x10\n\x08width_px\x18\x07 \x01(\r\x12\x11\n\theight_px\x18\x08 \x01(\r\x12,\n\x06\x66ormat\x18\t \x01(\x0e\x32\x1c.triptych.wire.v1.ItemFormat\"\xee\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12/\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x1b.triptych.wire.v1.LogitBias\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_top_kB\x0f\n\r_num_logprobs\"%\n\tLogitBias\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xf2\x01\n\x04Plan\x12\x13\n\x0b\x63ompact_ids\x18\x01 \x03(\r\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.triptych.wire.v1.Item\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.triptych.wire.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x04 \x01(\x04\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\nanswer_ids\x18\x08 \x03(\r\x12\x17\n\x0fnum_retractions\x18\t \x01(\r\"/\n\x06Region\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\"\\\n\x0cGroupRegions\x12\x13\n\x0b\x63\x61\x63he_group\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12)\n\x07regions\x18\x03 \x03(\x0b\x32\x18.triptych.wire.v1.Region\"\xa6\x01\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\ncapability\x18\x04 \x01(\x0c\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12.\n\x06groups\x18\x07 \x03(\x0b\x32\x1e.triptych.wire.v1.GroupRegions\"U\n\x05Token\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\r\x12\x31\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1f.triptych.wire.v1.TokenLogprobs\"L\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12*\n\x03top\x18\x02 \x03(\x0b\x32\x1d.triptych.wire.v1.Alternative\"*\n\x0b\x41lternative\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xf5\x01\n\rTimelineEvent\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05\x65vent\x18\x02 \x01(\t\x12\x10\n\x08start_ns\x18\x03 \x01(\x04\x12\x0e\n\x06\x65nd_ns\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\x12\x31\n\x06source\x18\t \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\x12\x17\n\nitem_index\x18\n \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_item_index\";\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t*`\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02\x12\x12\n\x0eMODALITY_AUDIO\x10\x03*\x8a\x01\n\nItemFormat\x12\x1b\n\x17ITEM_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12ITEM_FORMAT_NORMAL\x10\x01\x12 \n\x1cITEM_FORMAT_PROCESSOR_OUTPUT\x10\x02\x12%\n!ITEM_FORMAT_PRECOMPUTED_EMBEDDING\x10\x03*\xa4\x01\n\x0f\x45mbeddingSource\x12 \n\x1c\x45MBEDDING_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45MBEDDING_SOURCE_REMOTE\x10\x01\x12\x1a\n\x16\x45MBEDDING_SOURCE_CACHE\x10\x02\x12\x1a\n\x16\x45MBEDDING_SOURCE_RADIX\x10\x03\x12\x1a\n\x16\x45MBEDDING_SOURCE_LOCAL\x10\x04*f\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x02\x12\x14\n\x10KV_DTYPE_FLOAT16\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriptych/wire/v1/common.proto\x12\x10triptych.wire.v1\"A\n\nAttemptRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"C\n\nTokenRange\x12\x15\n\rcompact_index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\'\n\x04Grid\x12\t\n\x01t\x18\x01 \x01(\r\x12\t\n\x01h\x18\x02 \x01(\r\x12\t\n\x01w\x18\x03 \x01(\r\"\xab\x02\n\x04Item\x12,\n\x08modality\x18\x01 \x01(\x0e\x32\x1a.triptych.wire.v1.Modality\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12,\n\x06ranges\x18\x04 \x03(\x0b\x32\x1c.triptych.wire.v1.TokenRange\x12$\n\x04grid\x18\x05 \x01(\x0b\x32\x16.triptych.wire.v1.Grid\x12\x13\n\x0bmedia_bytes\x18\x06 \x01(\x04\x12\x10\n\x08width_px\x18\x07 \x01(\r\x12\x11\n\theight_px\x18\x08 \x01(\r\x12,\n\x06\x66ormat\x18\t \x01(\x0e\x32\x1c.triptych.wire.v1.ItemFormat\x12\x13\n\x0b\x63\x61ller_hash\x18\n \x01(\x0c\"\xee\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12/\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x1b.triptych.wire.v1.LogitBias\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_top_kB\x0f\n\r_num_logprobs\"%\n\tLogitBias\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xf2\x01\n\x04Plan\x12\x13\n\x0b\x63ompact_ids\x18\x01 \x03(\r\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.triptych.wire.v1.Item\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.triptych.wire.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x04 \x01(\x04\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\nanswer_ids\x18\x08 \x03(\r\x12\x17\n\x0fnum_retractions\x18\t \x01(\r\"/\n\x06Region\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\r\"\\\n\x0cGroupRegions\x12\x13\n\x0b\x63\x61\x63he_group\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12)\n\x07regions\x18\x03 \x03(\x0b\x32\x18.triptych.wire.v1.Region\"\xa6\x01\n\x05Grant\x12\x10\n\x08grant_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x12\n\ncapability\x18\x04 \x01(\x0c\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12.\n\x06groups\x18\x07 \x03(\x0b\x32\x1e.triptych.wire.v1.GroupRegions\"U\n\x05Token\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\r\x12\x31\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1f.triptych.wire.v1.TokenLogprobs\"L\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12*\n\x03top\x18\x02 \x03(\x0b\x32\x1d.triptych.wire.v1.Alternative\"*\n\x0b\x41lternative\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xf5\x01\n\rTimelineEvent\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05\x65vent\x18\x02 \x01(\t\x12\x10\n\x08start_ns\x18\x03 \x01(\x04\x12\x0e\n\x06\x65nd_ns\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x11\n\tworker_id\x18\x07 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\x12\x31\n\x06source\x18\t \x01(\x0e\x32!.triptych.wire.v1.EmbeddingSource\x12\x17\n\nitem_index\x18\n \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_item_index\";\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t*`\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02\x12\x12\n\x0eMODALITY_AUDIO\x10\x03*\x8a\x01\n\nItemFormat\x12\x1b\n\x17ITEM_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12ITEM_FORMAT_NORMAL\x10\x01\x12 \n\x1cITEM_FORMAT_PROCESSOR_OUTPUT\x10\x02\x12%\n!ITEM_FORMAT_PRECOMPUTED_EMBEDDING\x10\x03*\xa4\x01\n\x0f\x45mbeddingSource\x12 \n\x1c\x45MBEDDING_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45MBEDDING_SOURCE_REMOTE\x10\x01\x12\x1a\n\x16\x45MBEDDING_SOURCE_CACHE\x10\x02\x12\x1a\n\x16\x45MBEDDING_SOURCE_RADIX\x10\x03\x12\x1a\n\x16\x45MBEDDING_SOURCE_LOCAL\x10\x04*f\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x02\x12\x14\n\x10KV_DTYPE_FLOAT16\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.wire.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODALITY']._serialized_start=2074
-  _globals['_MODALITY']._serialized_end=2170
-  _globals['_ITEMFORMAT']._serialized_start=2173
-  _globals['_ITEMFORMAT']._serialized_end=2311
-  _globals['_EMBEDDINGSOURCE']._serialized_start=2314
-  _globals['_EMBEDDINGSOURCE']._serialized_end=2478
-  _globals['_KVDTYPE']._serialized_start=2480
-  _globals['_KVDTYPE']._serialized_end=2582
-  _globals['_FINISHREASON']._serialized_start=2584
-  _globals['_FINISHREASON']._serialized_end=2704
+  _globals['_MODALITY']._serialized_start=2095
+  _globals['_MODALITY']._serialized_end=2191
+  _globals['_ITEMFORMAT']._serialized_start=2194
+  _globals['_ITEMFORMAT']._serialized_end=2332
+  _globals['_EMBEDDINGSOURCE']._serialized_start=2335
+  _globals['_EMBEDDINGSOURCE']._serialized_end=2499
+  _globals['_KVDTYPE']._serialized_start=2501
+  _globals['_KVDTYPE']._serialized_end=2603
+  _globals['_FINISHREASON']._serialized_start=2605
+  _globals['_FINISHREASON']._serialized_end=2725
   _globals['_ATTEMPTREF']._serialized_start=51
   _globals['_ATTEMPTREF']._serialized_end=116
   _globals['_TOKENRANGE']._serialized_start=118
@@ -48,29 +48,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRID']._serialized_start=187
   _globals['_GRID']._serialized_end=226
   _globals['_ITEM']._serialized_start=229
-  _globals['_ITEM']._serialized_end=507
-  _globals['_SAMPLING']._serialized_start=510
-  _globals['_SAMPLING']._serialized_end=876
-  _globals['_LOGITBIAS']._serialized_start=878
-  _globals['_LOGITBIAS']._serialized_end=915
-  _globals['_PLAN']._serialized_start=918
-  _globals['_PLAN']._serialized_end=1160
-  _globals['_REGION']._serialized_start=1162
-  _globals['_REGION']._serialized_end=1209
-  _globals['_GROUPREGIONS']._serialized_start=1211
-  _globals['_GROUPREGIONS']._serialized_end=1303
-  _globals['_GRANT']._serialized_start=1306
-  _globals['_GRANT']._serialized_end=1472
-  _globals['_TOKEN']._serialized_start=1474
-  _globals['_TOKEN']._serialized_end=1559
-  _globals['_TOKENLOGPROBS']._serialized_start=1561
-  _globals['_TOKENLOGPROBS']._serialized_end=1637
-  _globals['_ALTERNATIVE']._serialized_start=1639
-  _globals['_ALTERNATIVE']._serialized_end=1681
-  _globals['_USAGE']._serialized_start=1683
-  _globals['_USAGE']._serialized_end=1763
-  _globals['_TIMELINEEVENT']._serialized_start=1766
-  _globals['_TIMELINEEVENT']._serialized_end=2011
-  _globals['_ERRORDETAIL']._serialized_start=2013
-  _globals['_ERRORDETAIL']._serialized_end=2072
+  _globals['_ITEM']._serialized_end=528
+  _globals['_SAMPLING']._serialized_start=531
+  _globals['_SAMPLING']._serialized_end=897
+  _globals['_LOGITBIAS']._serialized_start=899
+  _globals['_LOGITBIAS']._serialized_end=936
+  _globals['_PLAN']._serialized_start=939
+  _globals['_PLAN']._serialized_end=1181
+  _globals['_REGION']._serialized_start=1183
+  _globals['_REGION']._serialized_end=1230
+  _globals['_GROUPREGIONS']._serialized_start=1232
+  _globals['_GROUPREGIONS']._serialized_end=1324
+  _globals['_GRANT']._serialized_start=1327
+  _globals['_GRANT']._serialized_end=1493
+  _globals['_TOKEN']._serialized_start=1495
+  _globals['_TOKEN']._serialized_end=1580
+  _globals['_TOKENLOGPROBS']._serialized_start=1582
+  _globals['_TOKENLOGPROBS']._serialized_end=1658
+  _globals['_ALTERNATIVE']._serialized_start=1660
+  _globals['_ALTERNATIVE']._serialized_end=1702
+  _globals['_USAGE']._serialized_start=1704
+  _globals['_USAGE']._serialized_end=1784
+  _globals['_TIMELINEEVENT']._serialized_start=1787
+  _globals['_TIMELINEEVENT']._serialized_end=2032
+  _globals['_ERRORDETAIL']._serialized_start=2034
+  _globals['_ERRORDETAIL']._serialized_end=2093
 # @@protoc_insertion_point(module_scope)

@@ -95,7 +95,7 @@ class Grid(_message.Message):
     def __init__(self, t: _Optional[int] = ..., h: _Optional[int] = ..., w: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = ("modality", "identity", "num_tokens", "ranges", "grid", "media_bytes", "width_px", "height_px", "format")
+    __slots__ = ("modality", "identity", "num_tokens", "ranges", "grid", "media_bytes", "width_px", "height_px", "format", "caller_hash")
     MODALITY_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Item(_message.Message):
     WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
+    CALLER_HASH_FIELD_NUMBER: _ClassVar[int]
     modality: Modality
     identity: bytes
     num_tokens: int
@@ -114,7 +115,8 @@ class Item(_message.Message):
     width_px: int
     height_px: int
     format: ItemFormat
-    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., identity: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., media_bytes: _Optional[int] = ..., width_px: _Optional[int] = ..., height_px: _Optional[int] = ..., format: _Optional[_Union[ItemFormat, str]] = ...) -> None: ...
+    caller_hash: bytes
+    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., identity: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., media_bytes: _Optional[int] = ..., width_px: _Optional[int] = ..., height_px: _Optional[int] = ..., format: _Optional[_Union[ItemFormat, str]] = ..., caller_hash: _Optional[bytes] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "eos_token_ids", "num_logprobs")
