@@ -10,8 +10,8 @@
                20   8  length of the media
                28      the encoded media             24      pixels (height, width, 3) uint8, or code LF message
 
-One request, one reply, in turn. Numbers are little-endian. Before the first, the process says that it has started:
-READY, the magic "TPMS" and the version.
+One request, one reply, in turn. Numbers are little-endian. Before the first, the process says that it has started: the
+magic "TPMS", the version, and 1 if the kernel looks at its system calls, else 0.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from triptych.core.errors import MediaInvalid, MediaUnsupported, RequestError
 REQUEST: Final = struct.Struct("<4sBBHIIIQ")
 REPLY: Final = struct.Struct("<4sBBHIIQ")
 VERSION: Final = 1
-READY: Final = b"TPMS" + bytes([VERSION])
+READY_BYTES: Final = 6
 MAX_REFUSAL_BYTES: Final = 1024
 MAX_SIDE_PX: Final = 1 << 20
 
+_READY = b"TPMS" + bytes([VERSION])
 _REQUEST_MAGIC = b"TPMQ"
 _REPLY_MAGIC = b"TPMR"
 _PICTURE, _REFUSAL = 0, 1
@@ -66,6 +67,17 @@ class Head:
 
     size_px: tuple[int, int] | None
     num_bytes: int
+
+
+def pack_ready(is_filtered: bool) -> bytes:
+    return _READY + bytes([is_filtered])
+
+
+def unpack_ready(said: bytes) -> bool:
+    """Whether the kernel looks at its system calls. Raises MalformedFrame."""
+    if said[:-1] != _READY or said[-1] > 1:
+        raise MalformedFrame("not a media process of this version")
+    return bool(said[-1])
 
 
 def pack_request(target: Target, limits: Limits, media_bytes: int) -> bytes:

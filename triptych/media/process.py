@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 import triptych
 from triptych.media.frames import (
-    READY,
+    READY_BYTES,
     REPLY,
     Head,
     Limits,
@@ -24,9 +25,13 @@ from triptych.media.frames import (
     Target,
     pack_request,
     refusal,
+    unpack_ready,
     unpack_reply,
 )
 from triptych.media.streams import read_exactly, write_all
+from triptych.obs import metrics
+
+log = logging.getLogger(__name__)
 
 END_GRACE_S = 1.0
 # A decoder needs no more of the worker's environment: no keys, no settings.
@@ -95,12 +100,13 @@ class MediaProcess:
                 raise
         self.pid = self._process.pid
         self._has_started = False
+        self._is_filtered = False
 
     def decode(self, media: bytes, target: Target, limits: Limits, give_up_at: float) -> Decoded:
         """Raises what the process refused the picture with, ProcessLost, or TimeoutError after `give_up_at`; after all
         but the first it must be ended, for the rest of a reply may still be under way."""
         try:
-            self._await_start(give_up_at)
+            self.await_start(give_up_at)
             write_all(self._stream, pack_request(target, limits, len(media)), give_up_at)
             write_all(self._stream, media, give_up_at)
             head = unpack_reply(bytes(read_exactly(self._stream, REPLY.size, give_up_at)), target)
@@ -109,11 +115,16 @@ class MediaProcess:
             raise ProcessLost(self.end(), has_started=self._has_started) from None
         return _decoded(head, data, target)
 
-    def _await_start(self, give_up_at: float) -> None:
+    def await_start(self, give_up_at: float) -> bool:
+        """Whether the kernel looks at its system calls; a fallback when not. Raises what is raised for a stream that
+        ends, TimeoutError, or MalformedFrame."""
         if not self._has_started:
-            if read_exactly(self._stream, len(READY), give_up_at) != READY:
-                raise MalformedFrame("not a media process of this version")
+            self._is_filtered = unpack_ready(bytes(read_exactly(self._stream, READY_BYTES, give_up_at)))
             self._has_started = True
+            if not self._is_filtered:
+                metrics.FALLBACKS.labels("media_process_unfiltered").inc()
+                log.warning("the kernel filters no system calls of a media process", extra={"pid": self.pid})
+        return self._is_filtered
 
     def interrupt(self) -> None:
         """Ends it now, from any thread; whoever waits for it hears of its loss."""

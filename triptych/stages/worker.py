@@ -44,7 +44,7 @@ from triptych.stages.encoder import EncoderStage
 from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
 from triptych.stages.links import RegistryLinks, tend_peers
-from triptych.stages.media import media_limits
+from triptych.stages.media import check_filter, media_limits
 from triptych.stages.nixl_library import offers_nixl, open_nixl, without_nixl
 from triptych.stages.poison import poisoned_slots
 from triptych.stages.prefill import PrefillParts, PrefillStage
@@ -273,7 +273,10 @@ class Worker:
     async def _build_vision(
         self, adapter: Adapter, compute: ComputeChoice, settings: VisionSettings, links: RegistryLinks
     ) -> None:
-        pictures = self.media_pool = MediaPool(media_limits(settings), self._clock)
+        limits = media_limits(settings)
+        if self._plan.common.strict:
+            await asyncio.to_thread(check_filter, limits.confinement)
+        pictures = self.media_pool = MediaPool(limits, self._clock)
         self._run_engine(pictures)
         part = await asyncio.to_thread(adapter.load_vision, compute.dtype, compute.device)
         metrics.MODEL_PARAMETERS.labels("vision").set(part.num_parameters)
