@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
+from services.router.admission.door import Door, LocalFailures
 from services.router.admission.key_file import is_open_to_others, load_keyring
 from services.router.admission.keyring import Keyring
 from services.router.byte_budget import ByteBudget
@@ -36,7 +37,7 @@ from services.router.reach import ReachableWorkers
 from services.router.resolver import Resolver
 from services.router.settings import RouterSettings
 from services.router.tasks import unwrapped_group
-from triptych.core.clock import SystemClock
+from triptych.core.clock import Clock, SystemClock
 from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef
 from triptych.core.ready_file import check_ready_file, write_ready_file
@@ -111,8 +112,8 @@ async def router_app(
     settings: RouterSettings, model: Model, cluster: Cluster, channels: ChannelPool, drain: Drain | None = None
 ) -> AsyncIterator[FastAPI]:
     """The ASGI application; closes what it owns when the block ends. Raises StartupError."""
-    keyring = _keyring(settings)
     clock = SystemClock()
+    door = _door(settings, clock)
     async with _reading(settings) as (reader, executor):
         chat = ChatService(
             model_name=model.adapter.model_name,
@@ -127,7 +128,7 @@ async def router_app(
             token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
-        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), keyring, drain=drain)
+        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), door, drain=drain)
 
 
 @asynccontextmanager
@@ -149,6 +150,12 @@ async def _reading(settings: RouterSettings) -> AsyncIterator[tuple[MediaReader,
     finally:
         await fetcher.close()
         resolver.close()
+
+
+def _door(settings: RouterSettings, clock: Clock) -> Door | None:
+    """Raises StartupError."""
+    keyring = _keyring(settings)
+    return Door(keyring, LocalFailures(settings.failed_keys_per_minute, clock)) if keyring else None
 
 
 def _keyring(settings: RouterSettings) -> Keyring | None:
@@ -187,6 +194,8 @@ async def serve(settings: RouterSettings) -> None:
                     h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                     log_config=None,
                     access_log=False,
+                    # What a header says of the caller's address anybody on this machine could say.
+                    proxy_headers=False,
                     server_header=False,
                     timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
                 ),

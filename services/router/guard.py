@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.router.admission.keyring import Keyring
+from services.router.admission.door import Door
 from services.router.admission.meter import Meter, Visit
+from services.router.admission.strangers import caller_of
 from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.drain import Drain
 from services.router.headers import MAX_HEADER_BYTES, headers_too_large
@@ -27,10 +28,10 @@ class Guard:
     """Within RequestScope. Lets a tenant's chat requests in one by one (`scope["state"]["visit"]`), or answers 401,
     403, 429, 431 or, while the router stops, 503 itself."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring | None, meter: Meter, drain: Drain) -> None:
-        """Without a keyring everybody may come in."""
+    def __init__(self, app: ASGIApp, door: Door | None, meter: Meter, drain: Drain) -> None:
+        """Without a door everybody may come in."""
         self._app = app
-        self._keyring = keyring
+        self._door = door
         self._meter = meter
         self._drain = drain
 
@@ -45,7 +46,7 @@ class Guard:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as under_way:
             try:
-                visit = Visit(self._tenant(scope), self._meter, scope["state"]["request_id"])
+                visit = Visit(await self._tenant(scope), self._meter, scope["state"]["request_id"])
                 if scope["path"] == CHAT_PATH:
                     under_way.enter_context(self._drain.under_way())
                     await visit.enter()
@@ -58,15 +59,15 @@ class Guard:
             finally:
                 await visit.leave()
 
-    def _tenant(self, scope: Scope) -> Tenant:
-        """Raises HeadersTooLarge, Unauthenticated or Forbidden."""
+    async def _tenant(self, scope: Scope) -> Tenant:
+        """Raises HeadersTooLarge, Unauthenticated, RateLimited or Forbidden."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise headers_too_large()
         path: str = scope["path"]
-        if self._keyring is None or path in OPEN_PATHS:
+        if self._door is None or path in OPEN_PATHS:
             return ANYBODY
-        tenant = self._keyring.authenticate(headers)
+        tenant = await self._door.tenant_of(headers, caller_of((scope.get("client") or (None,))[0]))
         if not tenant.is_admin and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)):
             raise Forbidden("this is for keys of a tenant with is_admin = true")
         return tenant

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.router.admission.keyring import Keyring
+from services.router.admission.door import Door
 from services.router.admission.meter import LocalMeter, Meter
 from services.router.byte_budget import ByteBudget
 from services.router.chat_request import ChatCompletionBody
@@ -36,17 +36,17 @@ def build_api(
     chat: ChatService,
     missing_roles: Callable[[], tuple[Role, ...]],
     budget: ByteBudget,
-    keyring: Keyring | None = None,
+    door: Door | None = None,
     meter: Meter | None = None,
     drain: Drain | None = None,
 ) -> FastAPI:
-    """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold. `keyring`: whose keys
+    """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold. `door`: whose keys
     open the API; without one it is open to all. `meter`: of what tenants use; one of this process if not given.
     `drain`: of the requests under way."""
     drain = drain or Drain()
     # A redirect would name whatever host the caller wrote into its Host header.
     app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, keyring=keyring, meter=meter or LocalMeter(chat.clock), drain=drain)
+    app.add_middleware(Guard, door=door, meter=meter or LocalMeter(chat.clock), drain=drain)
     app.add_middleware(RequestScope, budget=budget)  # around the guard
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)

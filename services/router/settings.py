@@ -45,6 +45,10 @@ class RouterSettings(TlsSettings):
         default=None, metadata={"help": "TOML file of tenants and their keys; with one, callers need a key"}
     )
     api_keys: tuple[str, ...] = field(default=(), repr=False, metadata={"secret": True})
+    failed_keys_per_minute: int = field(
+        default=60,
+        metadata={"help": "unknown API keys that one address may send; one more is a 429", "min": 1, "max": 1_000_000},
+    )
     allow_url_fetch: bool = field(
         default=True, metadata={"help": "fetch pictures from http(s) URLs, not only from data: URIs"}
     )

@@ -55,6 +55,7 @@ _ROUTER = {
     "allow_url_fetch",
     "api_keys",
     "api_keys_file",
+    "failed_keys_per_minute",
     "fetch_allow",
     "fetch_deny",
     "fetch_only",

@@ -85,6 +85,7 @@ TENANT_REQUESTS = Counter("triptych_tenant_requests_total", "Chat requests that 
 TENANT_REFUSALS = Counter(
     "triptych_tenant_refusals_total", "Chat requests beyond what their tenant may use", ("tenant", "reason")
 )
+AUTH_FAILURES = Counter("triptych_auth_failures_total", "Requests without a key that is known", ("reason",))
 TENANT_TOKENS = Counter("triptych_tenant_tokens_total", "Tokens that tenants used", ("tenant", "kind"))
 TENANT_PIXELS = Counter("triptych_tenant_pixels_total", "Pixels that tenants sent", ("tenant",))
 
