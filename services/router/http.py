@@ -17,7 +17,6 @@ from triptych.core.errors import (
     CapacityError,
     InvalidRequest,
     PayloadTooLarge,
-    RateLimited,
     TriptychError,
     Unauthenticated,
 )
@@ -105,9 +104,7 @@ def error_response(error: TriptychError) -> JsonResponse:
 
 def _retry_after(error: CapacityError) -> str:
     """Whole seconds, rounded up: who comes at that moment is let in."""
-    if not isinstance(error, RateLimited):
-        return str(_RETRY_AFTER_S)
-    return str(min(max(math.ceil(error.retry_after_s), _RETRY_AFTER_S), _MOST_RETRY_AFTER_S))
+    return str(math.ceil(min(max(error.retry_after_s or 0, _RETRY_AFTER_S), _MOST_RETRY_AFTER_S)))
 
 
 async def on_triptych_error(request: Request, error: Exception) -> Response:

@@ -169,7 +169,7 @@ class Pipeline:
                 reason = await self._try_until_done(answer, job)
             answer.end(Done(reason))
         except TimeoutError:
-            answer.end(_out_of_time(answer))
+            answer.end(_out_of_time(answer, self._queue.retry_after_s()))
         except TriptychError as error:
             answer.end(error)
         except asyncio.CancelledError:
@@ -285,8 +285,8 @@ def _checked(answer: Answer, reason: FinishReason) -> FinishReason:
     return reason
 
 
-def _out_of_time(answer: Answer) -> TriptychError:
+def _out_of_time(answer: Answer, retry_after_s: float) -> TriptychError:
     limit = f"{answer.plan.timeout_s:.3g} s"
     if Role.DECODE not in answer.progress.workers:
-        return NoRoom(f"no room came free within the request's {limit}; try again later")
+        return NoRoom(f"no room came free within the request's {limit}; try again later", retry_after_s=retry_after_s)
     return DeadlineExceeded(f"the answer was not complete within the request's {limit}")

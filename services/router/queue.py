@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from services.router.admission.fair_line import FairLine, Ticket
-from triptych.core.errors import Overloaded
+from services.router.admission.turnover import Turnover
+from triptych.core.errors import Saturated
 from triptych.obs import metrics
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class AdmissionQueue:
         self._line: FairLine[_Turn] = FairLine(max_waiting)
         self._again: deque[_Turn] = deque()
         self._room = asyncio.Event()
+        self._turnover = Turnover()
         self._now_s = now_s
 
     @property
@@ -42,14 +44,14 @@ class AdmissionQueue:
     async def admit(self, ask: Callable[[], Awaitable[T | None]], ticket: Ticket = _ANY) -> T:
         """What `ask` answers as soon as that is not None. Its errors are passed on.
 
-        Bound the wait with a timeout around this. Raises Overloaded when the line is full, or has become so and others
+        Bound the wait with a timeout around this. Raises Saturated when the line is full, or has become so and others
         have a better claim to its places.
         """
         answer = await self._ask_at_once(ask, ticket)
         if answer is not None:
             return answer
         turn = _Turn()
-        displaced = self._line.offer(turn, ticket, self._now_s())
+        displaced = self._offer(turn, ticket)
         if displaced is not None:
             displaced.is_displaced = True
             displaced.set()
@@ -73,9 +75,19 @@ class AdmissionQueue:
         self._again.append(turn)
         return await self._wait(ask, turn, None)
 
+    def retry_after_s(self) -> float:
+        """Until those who wait now have been served, as fast as it went of late."""
+        return self._turnover.wait_s(self.waiting, self._now_s())
+
     def room_may_be_free(self) -> None:
         """Lets the first in line ask again at once. Called when a request has ended."""
         self._room.set()
+
+    def _offer(self, turn: _Turn, ticket: Ticket) -> _Turn | None:
+        try:
+            return self._line.offer(turn, ticket, self._now_s())
+        except Saturated as error:
+            raise Saturated(error.message, retry_after_s=self.retry_after_s()) from None
 
     async def _ask_at_once(self, ask: Callable[[], Awaitable[T | None]], ticket: Ticket) -> T | None:
         """Unless others wait."""
@@ -88,6 +100,7 @@ class AdmissionQueue:
         self._look()
         try:
             answer = await self._ask_in_turn(ask, turn)
+            self._turnover.served(self._now_s())
             if ticket is not None:
                 self._line.served(ticket)
             return answer
@@ -104,7 +117,10 @@ class AdmissionQueue:
                 turn.clear()
                 await turn.wait()
                 if turn.is_displaced:
-                    raise Overloaded("requests of tenants that wait less had to be let in; try again later")
+                    raise Saturated(
+                        "requests of tenants that wait less had to be let in; try again later",
+                        retry_after_s=self.retry_after_s(),
+                    )
             self._room.clear()
             answer = await ask()
             if answer is not None:
@@ -119,7 +135,10 @@ class AdmissionQueue:
     def _look(self) -> None:
         metrics.ROUTER_QUEUE_DEPTH.set(self.waiting)
         first = self._first()
-        if first is not None:
+        if first is None:
+            self._turnover.nobody_waits()
+        else:
+            self._turnover.waiting(self._now_s())
             first.set()
 
     async def _room_or_time(self) -> None:

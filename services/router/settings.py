@@ -29,7 +29,7 @@ class RouterSettings(TlsSettings):
         default=120.0, metadata={"help": "seconds that a request may take in all", "min": 0.1, "max": 86400.0}
     )
     max_queue: int = field(
-        default=256, metadata={"help": "requests that may wait for room; one more is a 429", "min": 0, "max": 1_000_000}
+        default=256, metadata={"help": "requests that may wait for room; one more is a 503", "min": 0, "max": 1_000_000}
     )
     max_body_bytes: int = field(default=64 * _MIB, metadata={"help": "size of a request's body", "min": 1024})
     max_held_bytes: int = field(

@@ -21,8 +21,8 @@ from triptych.core.errors import (
     DeadlineExceeded,
     MediaInvalid,
     NoRoom,
-    Overloaded,
     RequestTooLarge,
+    Saturated,
     TriptychError,
     Unauthenticated,
     Unavailable,
@@ -141,15 +141,18 @@ async def test_requests_wait_in_line_until_there_is_room() -> None:
         assert granted == [f"req-{number}" for number in range(4)]
 
 
-async def test_no_room_until_the_deadline_is_a_503_and_a_full_line_a_429() -> None:
+async def test_no_room_until_the_deadline_is_a_503_and_a_full_line_too() -> None:
     script = Script(decode=lambda call: fake.failing(NoRoom("full")))
     async with running(script=script, max_queue=1) as (_, pipeline):
         first = asyncio.create_task(ask(pipeline, plan_of(timeout_s=0.5), name="req-1"))
         await asyncio.sleep(0.1)
-        with pytest.raises(Overloaded):
+        with pytest.raises(Saturated) as refused:
             await ask(pipeline, plan_of(timeout_s=0.5), name="req-2")
-        with pytest.raises(NoRoom, match=r"0\.5 s"):
+        with pytest.raises(NoRoom, match=r"0\.5 s") as late:
             await first
+        assert (refused.value.http_status, late.value.http_status) == (503, 503)
+        assert refused.value.retry_after_s is not None and 0 < refused.value.retry_after_s < 5, "it has not moved"
+        assert late.value.retry_after_s is not None, "who left it is told what those who stay will take: nobody here"
 
 
 async def test_too_big_for_an_empty_pool_is_said_at_once() -> None:

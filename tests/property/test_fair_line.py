@@ -7,7 +7,7 @@ import random
 import pytest
 
 from services.router.admission.fair_line import FairLine, Ticket
-from triptych.core.errors import Overloaded
+from triptych.core.errors import Saturated
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 MAX_COST = 100
@@ -107,7 +107,7 @@ def test_the_line_is_bounded_and_each_entry_ends_once(seed: int) -> None:
         ticket = Ticket(tenant, WEIGHTS[tenant], rng.randint(-3, 3), rng.randint(1, MAX_COST))
         try:
             gone = line.offer(entry, ticket, float(now_s))
-        except Overloaded:
+        except Saturated:
             assert len(waiting) == 8
         else:
             waiting[id(entry)] = (entry, ticket)
@@ -126,10 +126,10 @@ def test_a_full_line_has_a_place_for_who_waits_least() -> None:
     for name in ("a1", "a2", "a3"):
         assert line.offer(name, Ticket("a"), 0.0) is None
     assert line.offer("b1", Ticket("b"), 1.0) == "a3"
-    with pytest.raises(Overloaded):
+    with pytest.raises(Saturated):
         line.offer("a4", Ticket("a"), 1.0)
     assert line.offer("a5", Ticket("a", priority=-5), 1.0) == "a2", "its own tenant's last, for one more urgent"
-    with pytest.raises(Overloaded):
+    with pytest.raises(Saturated):
         FairLine[str](0).offer("x", Ticket(), 0.0)
 
 

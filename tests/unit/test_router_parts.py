@@ -25,8 +25,8 @@ from triptych.core.errors import (
     EmbeddingMissing,
     MediaInvalid,
     NoRoom,
-    Overloaded,
     PeerLost,
+    Saturated,
     Unavailable,
 )
 from triptych.core.kv_format import KvDtype
@@ -396,11 +396,11 @@ async def test_the_line_is_bounded() -> None:
     queue, room = AdmissionQueue(1), Room()
     first = asyncio.create_task(queue.admit(lambda: room.ask("a")))
     await asyncio.sleep(0.01)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Saturated):
         await queue.admit(lambda: room.ask("b"))
     first.cancel()
     none_may_wait = AdmissionQueue(0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Saturated):
         await none_may_wait.admit(lambda: room.ask("c"))
 
 

@@ -15,8 +15,9 @@
     │   └── Forbidden           not for this tenant                   403
     ├── CapacityError           try again later                       429 / 503
     │   ├── NoRoom              a pool is full just now (retriable)
-    │   ├── Overloaded          the router's queue is full
-    │   │   └── RateLimited     the tenant has had its share
+    │   ├── Saturated           the line for room is full             503
+    │   ├── Overloaded          memory, fetches or places are taken   429
+    │   │   └── RateLimited     the tenant has had its share          429
     │   └── Unavailable         no worker for a stage
     ├── AttemptError            this try is over, another may work
     │   ├── StaleAttempt        a newer attempt is known
@@ -116,10 +117,16 @@ class Forbidden(RequestError):
 
 
 class CapacityError(TriptychError):
+    """`retry_after_s`: when the same may be asked again; None where nobody can tell."""
+
     code = "capacity"
     http_status = 503
     grpc_status = "RESOURCE_EXHAUSTED"
     retriable = True
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class NoRoom(CapacityError):
@@ -132,13 +139,11 @@ class Overloaded(CapacityError):
 
 
 class RateLimited(Overloaded):
-    """`retry_after_s`: when the same may be asked again."""
-
     code = "rate_limited"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
+
+class Saturated(CapacityError):
+    code = "saturated"
 
 
 class Unavailable(CapacityError):

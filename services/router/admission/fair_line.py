@@ -20,7 +20,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from triptych.core.errors import Overloaded
+from triptych.core.errors import Saturated
 
 T = TypeVar("T")
 
@@ -63,11 +63,11 @@ class FairLine(Generic[T]):
 
     def offer(self, entry: T, ticket: Ticket, now_s: float) -> T | None:
         """Puts it into the line, and names who must leave a full one for it, if anybody: the last of the tenant that
-        has most waiting for its weight. Raises Overloaded when that is the entry itself."""
+        has most waiting for its weight. Raises Saturated when that is the entry itself."""
         place = self._place(entry, ticket, now_s, is_firm=False)
         gone = self._to_displace(place) if len(self) >= self._max_waiting else None
         if gone is place:
-            raise Overloaded(f"{len(self)} requests are waiting already; try again later")
+            raise Saturated(f"{len(self)} requests wait for room in the cluster already; try again later")
         if gone is not None:
             self.remove(gone.entry)
         self._insert(place)
