@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -29,9 +29,12 @@ from services.router.calls import (
     StageDone,
     Tokens,
 )
-from services.router.homes import Home
-from services.router.placement import ClusterView, Path, encoder_shares, paths, renewed
+from services.router.placement import ClusterView, Path, renewed
 from services.router.queue import AdmissionQueue
+from services.router.routing.forecast import Forecast, Share
+from services.router.routing.homes import Found, Home
+from services.router.routing.prompt import Prompt
+from services.router.routing.routing import Routing, Trip
 from services.router.tasks import unwrapped_group
 from triptych.core.errors import (
     CapacityError,
@@ -44,7 +47,7 @@ from triptych.core.errors import (
     TriptychError,
 )
 from triptych.core.grant import Grant
-from triptych.core.ids import AttemptRef
+from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.core.plan import FinishReason, Item, Plan, Token
 from triptych.core.timeline import Timeline, TimelineEvent
 from triptych.core.worker import Role, WorkerInfo
@@ -99,16 +102,21 @@ class Job:
 class Admission:
     """Room at the decode worker of a path."""
 
-    path: Path
+    forecast: Forecast
     call: GenerateCall
     grant: Grant
+
+    @property
+    def path(self) -> Path:
+        return self.forecast.path
 
 
 class Attempt:
     """Owns the calls of one try; all of them have ended when `run` returns or raises.
 
     `failed_workers` names the workers whose calls failed, for the next try to avoid, `lost_workers` those of them that
-    had begun with it and were gone at once, `used_workers` all that have had it. Those at `home` are asked first.
+    had begun with it and were gone at once, `used_workers` all that have had it. `known` says who has the prompt, or a
+    beginning of it.
     """
 
     def __init__(
@@ -117,8 +125,10 @@ class Attempt:
         view: Callable[[frozenset[str]], ClusterView],
         channels: ChannelPool,
         queue: AdmissionQueue,
+        routing: Routing,
+        prompt: Prompt,
         turn: int,
-        home: Home | None,
+        known: Found | None,
         timeline: Timeline,
         progress: Progress,
         emit: Callable[[int, Iterable[Token]], None],
@@ -132,8 +142,12 @@ class Attempt:
         self._view = view
         self._channels = channels
         self._queue = queue
+        self._routing = routing
+        self._prompt = prompt
         self._turn = turn
-        self._home = home
+        self._known = known
+        self._trip: Trip | None = None
+        self._withheld: set[int] = set()
         self._timeline = timeline
         self._progress = progress
         self._emit = emit
@@ -148,7 +162,7 @@ class Attempt:
             start_ns = self._timeline.clock.monotonic_ns()
             with unwrapped_group():
                 async with asyncio.TaskGroup() as group:
-                    self._dispatch(group, admission.path, self._items)
+                    self._dispatch(group, admission.path, admission.forecast.shares)
                     first = group.create_task(self._follow_prefill(group, admission))
                     rest = group.create_task(self._follow_decode(admission.call))
                     self._timeline.add("dispatch", start_ns)
@@ -181,9 +195,11 @@ class Attempt:
             metrics.PROMPT_TOKENS.inc(self._job.plan.num_prompt_tokens)
         self._use(Role.DECODE, admission.call.worker)
         self._progress.served_by = Home(admission.path.decode.ref, admission.path.prefill.ref)
+        self._trip = self._routing.sent(self._prompt, admission.forecast)
         try:
             yield admission
         finally:
+            self._trip.ended()
             admission.call.cancel()
             self._queue.room_may_be_free()
 
@@ -200,9 +216,11 @@ class Attempt:
         one that is lost is asked again only when there is no other."""
         refusal: TriptychError | None = None
         full = False
-        for path in paths(self._view(frozenset(self.failed_workers)), self._items, self._turn, self._home):
+        view = self._view(frozenset(self.failed_workers))
+        for candidate in self._routing.choose(view, self._prompt, self._turn, self._known).ordered:
+            path = candidate.forecast.path
             try:
-                return await self._ask_worker(path)
+                return await self._ask_worker(candidate.forecast)
             except NoRoom:
                 full = True
             except RequestTooLarge as error:
@@ -214,13 +232,14 @@ class Attempt:
             return None
         raise refusal
 
-    async def _ask_worker(self, path: Path) -> Admission:
-        self._breakers.asked(path.decode.worker_id)
+    async def _ask_worker(self, forecast: Forecast) -> Admission:
+        decode = forecast.path.decode
+        self._breakers.asked(decode.worker_id)
         call = GenerateCall(
-            self._channels, path.decode, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
+            self._channels, decode, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
         )
         try:
-            return Admission(path, call, await call.granted())
+            return Admission(forecast, call, await call.granted())
         except BaseException:
             call.cancel()
             raise
@@ -243,10 +262,13 @@ class Attempt:
             case Admitted():
                 if not self._job.plan.is_replay:  # what a replay finds says nothing of what the caller asked
                     self._progress.cached_tokens = event.cached_tokens
+                self._dispatch_withheld(group, path, event)
             case NeedItems():
                 self._dispatch_again(group, path, event.indices)
             case Tokens():
                 self._is_prefilled = True
+                if self._trip is not None:
+                    self._trip.prefilled()
                 self._emit(self._job.ref.attempt, event.tokens)
             case StageDone():
                 self._collect(event)
@@ -277,14 +299,33 @@ class Attempt:
             self._finish = done.finish_reason
             self._progress.reported_tokens = done.usage.completion_tokens if done.usage else None
 
-    def _dispatch_again(self, group: asyncio.TaskGroup, path: Path, indices: Iterable[int]) -> None:
-        wanted = {index: item for index, item in self._items.items() if index in set(indices)}
-        _log.warning("embeddings were lost and are encoded again", extra={"request_id": self._job.ref.request_id})
-        self._dispatch(group, renewed(path, self._view(frozenset(self.failed_workers)), wanted), wanted)
+    def _dispatch_withheld(self, group: asyncio.TaskGroup, path: Path, admitted: Admitted) -> None:
+        """Pictures that were believed to be at prefill, and are not."""
+        missing = {index for index in self._withheld if admitted.lacks(index, self._items[index])}
+        self._withheld.clear()
+        if missing:
+            self._dispatch_again(group, path, missing)
 
-    def _dispatch(self, group: asyncio.TaskGroup, path: Path, items: Mapping[int, Item]) -> None:
-        for worker, share in encoder_shares(path, items):
-            self._encodes.add(group.create_task(self._encode(worker, path.prefill, share)))
+    def _dispatch_again(self, group: asyncio.TaskGroup, path: Path, indices: Collection[int]) -> None:
+        _log.info("pictures that prefill was to have are encoded", extra={"request_id": self._job.ref.request_id})
+        view = self._view(frozenset(self.failed_workers))
+        now = renewed(path, view)
+        shares = self._routing.shares_again(view, self._prompt, now, frozenset(indices))
+        if self._trip is not None:
+            self._trip.encodes(shares)
+        self._dispatch(group, now, shares)
+
+    def _dispatch(self, group: asyncio.TaskGroup, path: Path, shares: Iterable[Share]) -> None:
+        """One call an encoder. What prefill has by its own account it is not sent, until it says otherwise."""
+        items: dict[WorkerRef, tuple[WorkerInfo, dict[int, Item]]] = {}
+        for share in shares:
+            index = share.picture.index
+            if share.encoder is None:
+                self._withheld.add(index)
+            else:
+                items.setdefault(share.encoder.ref, (share.encoder, {}))[1][index] = self._items[index]
+        for worker, wanted in items.values():
+            self._encodes.add(group.create_task(self._encode(worker, path.prefill, wanted)))
 
     async def _encode(self, worker: WorkerInfo, prefill: WorkerInfo, share: Mapping[int, Item]) -> None:
         self._use(Role.ENCODER, worker)
@@ -299,6 +340,9 @@ class Attempt:
                 raise
         else:
             self._progress.timeline.extend(done.timeline)
+        finally:
+            if self._trip is not None:
+                self._trip.encoded(worker)
 
     def _use(self, role: Role, worker: WorkerInfo) -> None:
         self._progress.add_worker(role, worker)

@@ -54,7 +54,16 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
+    """Prefill has room for the prompt. `missing` are the items whose embeddings it waits for; None where it does not
+    say."""
+
     cached_tokens: int
+    missing: frozenset[int] | None = None
+
+    def lacks(self, index: int, item: Item) -> bool:
+        if self.missing is None:
+            return item.end > self.cached_tokens
+        return index in self.missing
 
 
 @dataclass(frozen=True, slots=True)

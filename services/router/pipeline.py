@@ -19,9 +19,11 @@ from typing import Protocol
 from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.attempt import Attempt, Job, Progress
 from services.router.breakers import Breakers
-from services.router.homes import Home, Homes
 from services.router.placement import ClusterView
 from services.router.queue import AdmissionQueue
+from services.router.routing.homes import Found
+from services.router.routing.prompt import Prompt
+from services.router.routing.routing import Routing
 from services.router.tasks import owned_task
 from services.router.token_order import TokenOrder
 from services.router.tries import RetryBudget, Tries, end_of
@@ -68,16 +70,15 @@ Event = Batch | Done
 
 class Answer:
     """An answer in the making: one choice of a request. `deadline_s` is by the event loop's clock, `turn` decides
-    between workers that are alike. `prompt_number` is what the prompt is remembered by, `home` who served the turn
-    before it."""
+    between workers that are alike, `known` is who was given the prompt, or a beginning of it, before."""
 
     def __init__(self, plan: Plan, timeline: Timeline, deadline_s: float = math.inf) -> None:
         self.plan = plan
         self.timeline = timeline
         self.deadline_s = deadline_s
         self.turn = 0
-        self.prompt_number = 0
-        self.home: Home | None = None
+        self.prompt: Prompt | None = None
+        self.known: Found | None = None
         self.progress = Progress()
         self.order = TokenOrder()
         self.ids: list[int] = []  # of the tokens that have been let through
@@ -126,13 +127,20 @@ class Beside:
 class Pipeline:
     """Runs plans on the workers of a registry. One per router."""
 
-    def __init__(self, registry: Workers, channels: ChannelPool, queue: AdmissionQueue, clock: Clock) -> None:
+    def __init__(
+        self,
+        registry: Workers,
+        channels: ChannelPool,
+        queue: AdmissionQueue,
+        clock: Clock,
+        routing: Routing | None = None,
+    ) -> None:
         self._registry = registry
         self._channels = channels
         self._queue = queue
         self._clock = clock
         self._turns = itertools.count()
-        self._homes = Homes()
+        self.routing = routing or Routing()
         self._budget = RetryBudget()
         self._breakers = Breakers(lambda: clock.monotonic_ns() / 1e9)
 
@@ -145,22 +153,29 @@ class Pipeline:
         timeline: Timeline | None = None,
         beside: Beside | None = None,
         tenant: Tenant = ANYBODY,
+        prompt: Prompt | None = None,
     ) -> AsyncIterator[Answer]:
         """The answer to `plan` (`media`: encoded bytes, one per item). Leaving the block cancels all that still runs.
+        `prompt` is made of the plan, here unless it was made off the event loop (`new_prompt`).
 
         `plan.timeout_s` counts from here, but for a further choice from where its first one began.
         """
         deadline_s = beside.first.deadline_s if beside else asyncio.get_running_loop().time() + plan.timeout_s
         answer = Answer(plan, timeline or Timeline("router", WORKER_ID, self._clock), deadline_s)
         answer.turn = beside.first.turn if beside else next(self._turns)
-        known = (beside.first.prompt_number, beside.first.home) if beside else self._homes.find(plan)
-        answer.prompt_number, answer.home = known
+        answer.prompt = prompt or self.new_prompt(plan)
+        answer.known = _served(beside.first) if beside else self.routing.homes.find(answer.prompt)
         ref = AttemptRef(request_id, beside.choice if beside else 0)
         async with owned_task(self._drive(answer, Job(ref, plan, media, deadline_s, tenant))):
             try:
                 yield answer
             finally:
                 answer.is_wanted = False
+
+    def new_prompt(self, plan: Plan, session: str | None = None) -> Prompt:
+        """What routing needs of the plan. From any thread; it takes milliseconds for 100,000 tokens."""
+        sizes = self.routing.page_sizes(ClusterView.of(self._registry.workers(), plan.model_fingerprint))
+        return Prompt.of(plan, sizes, session)
 
     async def _drive(self, answer: Answer, job: Job) -> None:
         """Ends the answer in exactly one way."""
@@ -179,16 +194,7 @@ class Pipeline:
             _log.exception("a request failed with a bug", extra={"request_id": job.ref.request_id})
             answer.end(TriptychError("an internal error; the router's log has it"))
         finally:
-            self._remember(answer)
-
-    def _remember(self, answer: Answer) -> None:
-        """Where the next turn finds its KV, however this one ended."""
-        served_by = answer.progress.served_by
-        if served_by is None or not answer.order.emitted:
-            return
-        self._homes.remember(answer.prompt_number, served_by)
-        if answer.home is not None:
-            metrics.FOLLOW_UP_TURNS.labels("home" if served_by == answer.home else "elsewhere").inc()
+            _count_turn(answer)
 
     async def _try_until_done(self, answer: Answer, job: Job) -> FinishReason:
         avoided: frozenset[str] = frozenset()
@@ -253,13 +259,35 @@ class Pipeline:
             view,
             self._channels,
             self._queue,
+            self.routing,
+            _prompt_now(answer, job.plan),
             answer.turn,
-            answer.home,
+            answer.known,
             answer.timeline,
             answer.progress,
             answer.emit,
             self._breakers,
         )
+
+
+def _served(first: Answer) -> Found | None:
+    """Who has the prompt by now, for another choice of the same request."""
+    home = first.progress.served_by
+    return first.known if home is None else Found(home, first.plan.num_prompt_tokens - 1, "sibling")
+
+
+def _prompt_now(answer: Answer, plan: Plan) -> Prompt:
+    """Of a replay: with the answer so far behind it."""
+    assert answer.prompt is not None, "it was set with the plan"
+    return replace(answer.prompt, num_tokens=plan.num_known_tokens) if plan.is_replay else answer.prompt
+
+
+def _count_turn(answer: Answer) -> None:
+    """Whether a prompt that went on from another was served by those who have that one."""
+    served_by = answer.progress.served_by
+    known = answer.known
+    if served_by is not None and answer.order.emitted and known is not None and known.account == "home":
+        metrics.FOLLOW_UP_TURNS.labels("home" if served_by == known.home else "elsewhere").inc()
 
 
 def _check_wanted(answer: Answer, job: Job) -> None:

@@ -1,4 +1,5 @@
-"""Which workers serve a request: pure choices over the registry's view.
+"""Which workers can serve a request together: pure choices over the registry's view. Which of them do is for
+`routing/picker.py`.
 
 A path is complete when each stage has a worker that can do its part:
 
@@ -11,26 +12,18 @@ converts page sizes, and number formats where it may (`core/kv_format.py`). Thos
 joined only where nobody computes in the same: answers must not depend on whose turn it is.
 
 So roles of one process stay together once it is chosen, and `mono`, `e-pd` and `p-d` need no switch. Across processes a
-worker that is there for the one stage is taken before one that would do it beside its own work (`borrowed`).
+worker that is there for the one stage is taken before one that would do it beside its own work (`num_borrowed`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import TypeVar
 
-import xxhash
-
-from services.router.homes import Home
 from triptych.core.errors import Unavailable
 from triptych.core.kv_format import why_not
-from triptych.core.plan import Item
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.transport.names import shared_transports
-
-T = TypeVar("T")
 
 _CANNOT_SEND = (
     "the workers that are ready cannot send to each other; they need the same --dtype (KV also goes from bfloat16 to"
@@ -73,66 +66,35 @@ class Path:
     encoders: tuple[WorkerInfo, ...] = ()
 
 
-def paths(view: ClusterView, items: Mapping[int, Item], turn: int, home: Home | None = None) -> tuple[Path, ...]:
-    """A complete path for each decode worker that has one, in the order in which to ask for room.
-
-    Those over avoided workers are left out while there are others; those on which KV changes its number format come
-    last, and before them those that borrow a worker; among equals the one at `home` comes first, and the rest take
-    turns. Raises Unavailable when there is none.
-    """
-    decodes = _required(view, items)[Role.DECODE]
-    options = [equals for decode in decodes if (equals := _best_paths(view, decode, items))]
-    if not options:
+def complete_paths(view: ClusterView, *, has_pictures: bool) -> tuple[Path, ...]:
+    """Every complete path, decode worker by decode worker. Raises Unavailable when there is none."""
+    _require(view, has_pictures=has_pictures)
+    found = tuple(
+        path
+        for decode in _with_role(view, Role.DECODE)
+        for prefill in ([decode] if Role.PREFILL in decode.roles else _with_role(view, Role.PREFILL))
+        if (path := _path(view, decode, prefill, has_pictures=has_pictures)) is not None
+    )
+    if not found:
         raise Unavailable(_CANNOT_SEND)
-    least_avoided = min(_num_avoided(view, equals[0]) for equals in options)
-    kept = [equals for equals in options if _num_avoided(view, equals[0]) == least_avoided]
-    ordered: list[Path] = []
-    for rank in sorted({_strangeness(equals[0]) for equals in kept}):
-        group = [equals for equals in kept if _strangeness(equals[0]) == rank]
-        # Prefill workers take turns at a slower pace, so that every pair of workers comes up.
-        ones = [_at_home(equals, home) or equals[turn // len(group) % len(equals)] for equals in _rotated(group, turn)]
-        ordered += sorted(ones, key=lambda path: home is None or path.decode.ref != home.decode)
-    return tuple(ordered)
+    return found
 
 
-def _at_home(equals: Sequence[Path], home: Home | None) -> Path | None:
-    """The path over the very workers that hold the conversation."""
-    return next((path for path in equals if Home(path.decode.ref, path.prefill.ref) == home), None)
-
-
-def renewed(path: Path, view: ClusterView, items: Mapping[int, Item]) -> Path:
+def renewed(path: Path, view: ClusterView) -> Path:
     """The same decode and prefill workers, with the encoders that are there now. Raises Unavailable when none is."""
-    _required(view, items)
-    again = _path(view, path.decode, path.prefill, items)
+    _require(view, has_pictures=True)
+    again = _path(view, path.decode, path.prefill, has_pictures=True)
     if again is None:
         raise Unavailable(_CANNOT_SEND)
     return again
 
 
-def encoder_shares(path: Path, items: Mapping[int, Item]) -> list[tuple[WorkerInfo, dict[int, Item]]]:
-    """The items (by index) that each encoder gets. The same identity always goes to the same encoder while the set of
-    encoders is the same, and few move when it changes (rendezvous hashing), so that caches stay warm."""
-    shares: dict[str, dict[int, Item]] = defaultdict(dict)
-    for index, item in items.items():
-        shares[_rendezvous(item.identity, path.encoders).worker_id][index] = item
-    return [(worker, shares[worker.worker_id]) for worker in path.encoders if worker.worker_id in shares]
-
-
-def _best_paths(view: ClusterView, decode: WorkerInfo, items: Mapping[int, Item]) -> list[Path]:
-    """The complete paths that end at `decode` with the fewest avoided, then with the least that is out of the way."""
-    prefills = [decode] if Role.PREFILL in decode.roles else _with_role(view, Role.PREFILL)
-    found = [_path(view, decode, prefill, items) for prefill in prefills]
-    possible = [path for path in found if path is not None]
-    ranks = [(_num_avoided(view, path), _strangeness(path)) for path in possible]
-    return [path for path, rank in zip(possible, ranks, strict=True) if rank == min(ranks)]
-
-
-def _path(view: ClusterView, decode: WorkerInfo, prefill: WorkerInfo, items: Mapping[int, Item]) -> Path | None:
+def _path(view: ClusterView, decode: WorkerInfo, prefill: WorkerInfo, *, has_pictures: bool) -> Path | None:
     """None when the two cannot be joined, or no encoder can send to the prefill worker."""
     if not _can_send(prefill, decode, prefill.kv_layout, decode.kv_layout) or not _can_convert(prefill, decode):
         return None
-    encoders = _encoders_for(view, prefill) if items else ()
-    return Path(decode, prefill, encoders) if encoders or not items else None
+    encoders = _encoders_for(view, prefill) if has_pictures else ()
+    return Path(decode, prefill, encoders) if encoders or not has_pictures else None
 
 
 def _encoders_for(view: ClusterView, prefill: WorkerInfo) -> tuple[WorkerInfo, ...]:
@@ -164,21 +126,22 @@ def _can_convert(prefill: WorkerInfo, decode: WorkerInfo) -> bool:
     return prefill.ref == decode.ref or sent is None or landed is None or why_not(sent, landed) is None
 
 
-def _strangeness(path: Path) -> tuple[bool, int]:
-    """What is to be avoided where the choice is free: KV in another number format, and then borrowed workers."""
-    dtypes = {path.prefill.kv_dtype, path.decode.kv_dtype} - {None}
-    return len(dtypes) > 1, _num_borrowed(path)
+def has_other_format(path: Path) -> bool:
+    """KV changes its number format on the way."""
+    sent, landed = path.prefill.kv_dtype, path.decode.kv_dtype
+    return sent is not landed and sent is not None and landed is not None
 
 
-def _num_avoided(view: ClusterView, path: Path) -> int:
+def num_avoided(avoided: Set[str], path: Path) -> int:
     used = (path.decode, path.prefill, *path.encoders[:1])  # the encoders of a path are all avoided, or none
-    return len({worker.worker_id for worker in used} & view.avoided)
+    return len({worker.worker_id for worker in used} & avoided)
 
 
-def _num_borrowed(path: Path) -> int:
+def num_borrowed(path: Path) -> int:
     """Stages of the path that a worker does which is there for other requests' later stages too."""
-    borrows_prefill = path.prefill != path.decode and Role.DECODE in path.prefill.roles
-    borrows_tower = any(worker != path.prefill and not _is_dedicated(worker) for worker in path.encoders)
+    prefill = path.prefill
+    borrows_prefill = prefill is not path.decode and Role.DECODE in prefill.roles
+    borrows_tower = any(worker is not prefill and not _is_dedicated(worker) for worker in path.encoders)
     return borrows_prefill + borrows_tower
 
 
@@ -186,23 +149,11 @@ def _is_dedicated(worker: WorkerInfo) -> bool:
     return len(worker.roles) == 1
 
 
-def _rotated(options: Sequence[T], turn: int) -> list[T]:
-    start = turn % len(options)
-    return [*options[start:], *options[:start]]
-
-
-def _rendezvous(identity: bytes, workers: Sequence[WorkerInfo]) -> WorkerInfo:
-    return max(workers, key=lambda worker: xxhash.xxh3_64_intdigest(identity + worker.worker_id.encode()))
-
-
-def _required(view: ClusterView, items: Mapping[int, Item]) -> dict[Role, tuple[WorkerInfo, ...]]:
-    """The workers of each stage that the request needs. Raises Unavailable when one has none."""
-    needed = (Role.PREFILL, *((Role.ENCODER,) if items else ()), Role.DECODE)
-    found = {role: _with_role(view, role) for role in needed}
-    for role, workers in found.items():
-        if not workers:
+def _require(view: ClusterView, *, has_pictures: bool) -> None:
+    """Raises Unavailable when a stage that the request needs has no worker."""
+    for role in (Role.PREFILL, *((Role.ENCODER,) if has_pictures else ()), Role.DECODE):
+        if not _with_role(view, role):
             raise Unavailable(f"no {role.value} worker is ready; try again later")
-    return found
 
 
 def _with_role(view: ClusterView, role: Role) -> tuple[WorkerInfo, ...]:

@@ -199,7 +199,8 @@ async def test_text_needs_no_encoder() -> None:
 async def test_a_mono_worker_serves_beside_the_others_and_sees_its_own_pictures_only() -> None:
     async with running(("e-0", E), ("p-0", P), ("d-0", D), ("mono-0", list(Role))) as (cluster, pipeline):
         for turn in range(6):
-            assert await ask(pipeline, plan_of([b"x"]), [b"x"], f"req-{turn}") == expected(5)
+            media = [b"another picture each time %d" % turn]
+            assert await ask(pipeline, plan_of(media), media, f"req-{turn}") == expected(5)
         by_request: dict[str, set[str]] = {}
         for call in cluster.hub.calls:
             by_request.setdefault(call.ref.request_id, set()).add(call.worker.worker_id)
@@ -213,7 +214,8 @@ async def test_one_worker_with_all_roles_gets_all_calls() -> None:
     both = ("mono-0", [*E, *P, *D]), ("mono-1", [*E, *P, *D])
     async with running(*both, ("p-0", P), ("e-0", E)) as (cluster, pipeline):
         for turn in range(4):
-            assert await ask(pipeline, plan_of([b"x"]), [b"x"], f"req-{turn}") == expected(5)
+            media = [b"another picture each time %d" % turn]
+            assert await ask(pipeline, plan_of(media), media, f"req-{turn}") == expected(5)
         for turn in range(4):
             calls = [call for call in cluster.hub.calls if call.ref.request_id == f"req-{turn}"]
             assert len(calls) == 3

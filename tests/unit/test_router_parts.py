@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import random
 from collections import Counter
@@ -16,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.app import Cluster
-from services.router.placement import ClusterView, Path, encoder_shares, paths
+from services.router.placement import ClusterView, Path
 from services.router.queue import AdmissionQueue
 from services.router.tasks import first_of, most_telling, owned_task, unwrapped_group
 from services.router.token_order import TokenOrder
+from tests.unit.routing_house import candidates, encoder_shares, paths
 from triptych.core.errors import (
     AttemptError,
     EmbeddingMissing,
@@ -67,7 +69,7 @@ def worker(worker_id: str, *roles: Role, state: WorkerState = WorkerState.READY,
 
 
 def item(name: str) -> Item:
-    return Item(Modality.IMAGE, name.encode().ljust(32), 4, (TokenRange(0, 0, 4),), Grid(1, 4, 4))
+    return Item(Modality.IMAGE, hashlib.sha256(name.encode()).digest(), 4, (TokenRange(0, 0, 4),), Grid(1, 4, 4))
 
 
 E0, E1, E2 = (worker(f"e-{number}", Role.ENCODER) for number in range(3))
@@ -272,8 +274,8 @@ def test_a_path_is_found_whenever_there_is_one_and_it_avoids_what_it_can(
             paths(view, items, turn)
         return
     fewest = min(len(set(ids) & avoided) for ids in possible)
-    for path in paths(view, items, turn):
-        encoders = [found for found, _ in encoder_shares(path, items)]
+    for candidate in candidates(view, items, turn):
+        path, encoders = candidate.forecast.path, encoder_shares(candidate).values()
         ids = tuple(found.worker_id for found in (path.decode, path.prefill, *encoders))
         assert ids in possible
         # Where every tower is avoided, the one of a decode worker that is avoided too is not thought of.
@@ -303,8 +305,8 @@ def test_few_identities_move_when_an_encoder_leaves() -> None:
     items = {index: item(f"picture {index}") for index in range(300)}
 
     def homes(*encoders: WorkerInfo) -> dict[int, str]:
-        (path,) = paths(ClusterView((P0, D0, *encoders)), items, 0)
-        return {index: found.worker_id for found, share in encoder_shares(path, items) for index in share}
+        (found,) = candidates(ClusterView((P0, D0, *encoders)), items, 0)
+        return {index: encoder.worker_id for index, encoder in encoder_shares(found).items()}
 
     before, after = homes(E0, E1, E2), homes(E0, E2)
     assert set(before) == set(items)

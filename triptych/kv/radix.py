@@ -13,12 +13,18 @@ All unlocked nodes stand in one ring, in the order in which they were unlocked, 
 
 Whoever uses a node uses all nodes above it, so a node stands after its descendants, and the oldest is always a leaf.
 Hence no operation looks at more nodes than its own path or the pages it evicts, however many there are.
+
+With a journal each page that comes or goes is told of by its number in the chain (`page_chain.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from struct import Struct
+
+from triptych.core.cache_feed import Holding
+from triptych.kv.journal import Journal
+from triptych.kv.page_chain import next_number, root_number
 
 PageKey = bytes
 
@@ -30,15 +36,16 @@ class Node:
     walk down a path touches little memory.
     """
 
-    __slots__ = ("first", "key", "locks", "newer", "older", "others", "page", "parent")
+    __slots__ = ("first", "key", "locks", "newer", "number", "older", "others", "page", "parent")
 
     # Neighbours in the ring, set while the node is unlocked and at no other time: a link that stayed would keep nodes
     # alive that have long been evicted.
     older: Node
     newer: Node
 
-    def __init__(self, key: PageKey, page: int, parent: Node | None, locks: int) -> None:
+    def __init__(self, key: PageKey, page: int, parent: Node | None, locks: int, number: int = 0) -> None:
         self.key = key
+        self.number = number
         self.page = page
         self.parent = parent
         self.locks = locks
@@ -78,8 +85,9 @@ class Node:
 class RadixTree:
     """Holds pages that others may share. Never allocates or frees: `evict` hands pages to its caller."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, journal: Journal | None = None) -> None:
         self.page_tokens = page_tokens
+        self._journal = journal
         self.num_pages = 0
         self.num_unlocked = 0
         self._roots: dict[bytes, Node] = {}
@@ -134,6 +142,9 @@ class RadixTree:
         node = Node(key, page, above, locks=1)
         above.add(node)
         self.num_pages += 1
+        if self._journal is not None:
+            node.number = next_number(above.number, key)
+            self._journal.stored(Holding.PAGE, node.number)
         return node, True
 
     def find(self, root: bytes, parent: Node | None, key: PageKey) -> Node | None:
@@ -174,12 +185,15 @@ class RadixTree:
         if above.first is None and above.parent is None:
             del self._roots[above.key]
         self.num_pages -= 1
+        if self._journal is not None:
+            self._journal.removed(Holding.PAGE, node.number)
 
     def _root(self, name: bytes) -> Node:
         """Its key is its name, so that an emptied root can be forgotten: callers choose salts, so they are many."""
         root = self._roots.get(name)
         if root is None:
-            root = self._roots[name] = Node(name, -1, None, locks=1)
+            number = 0 if self._journal is None else root_number(name)
+            root = self._roots[name] = Node(name, -1, None, locks=1, number=number)
         return root
 
     def _join_ring(self, node: Node) -> None:
