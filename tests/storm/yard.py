@@ -60,12 +60,14 @@ class Job:
     # -- a SequenceSink ----------------------------------------------------------------------------------------------
 
     def admitted(self, cached_tokens: int) -> None: ...
-    def handed_off(self, num_bytes: int) -> None: ...
     def decoding(self) -> None: ...
 
     def tokens(self, tokens: SequenceOf[Token]) -> None:
         with self._noting():
             self.reply.heard(tokens)
+
+    def handed_off(self, token: Token, num_bytes: int) -> None:
+        self.tokens([token])
 
     def finished(self, reason: FinishReason) -> None:
         with self._noting():

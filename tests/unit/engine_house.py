@@ -56,8 +56,9 @@ class Listener:
         self._tell("tokens")
         self.tokens_seen += tokens
 
-    def handed_off(self, num_bytes: int) -> None:
+    def handed_off(self, token: Token, num_bytes: int) -> None:
         self._tell("handed_off")
+        self.tokens_seen.append(token)
         self.num_bytes = num_bytes
 
     def decoding(self) -> None:

@@ -190,7 +190,7 @@ def test_kv_is_pushed_as_it_is_computed_and_the_partial_page_last() -> None:
     house.turn()
     assert target.values(10) == list(range(1, 11))
     assert target.copies == 2
-    assert heard(sequence).story == ["admitted", "tokens", "handed_off"]
+    assert heard(sequence).story == ["admitted", "handed_off"]
     assert heard(sequence).num_bytes == 300
     assert heard(sequence).ids == answer_of(sequence)[:1]
     house.turn(3)

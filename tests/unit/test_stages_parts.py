@@ -156,10 +156,10 @@ async def test_both_listeners_hear_of_a_failure() -> None:
             await stream.next()
 
 
-async def test_a_hand_over_is_told_with_its_bytes() -> None:
-    stream = EventStream(asyncio.get_running_loop())
-    stream.handed_off(7)
-    assert await stream.next() == HandedOff(7)
+async def test_a_hand_over_is_told_with_its_token_and_its_bytes() -> None:
+    stream, token = EventStream(asyncio.get_running_loop()), Token(0, 5)
+    stream.handed_off(token, 7)
+    assert await stream.next() == HandedOff(token, 7)
 
 
 # --- slot requests that precede their plan ----------------------------------------------------------------------------

@@ -419,15 +419,16 @@ class LanguageEngine:
             self._sampled(sequence, token, was_decoding)
 
     def _sampled(self, sequence: Sequence, token: Token, was_decoding: bool) -> None:
-        self._tell(sequence, sequence.sink.tokens, [token])
         if not was_decoding:
             sequence.timeline.add("first_token", self._clock.monotonic_ns())
         reason = sequence.finish_reason(token)
+        if reason is None and sequence.needs_handoff:
+            sequence.phase = advance(sequence.phase, Phase.HANDING_OFF)
+            self._tell(sequence, sequence.sink.handed_off, token, sequence.num_pushed_bytes)
+            return
+        self._tell(sequence, sequence.sink.tokens, [token])
         if reason is not None:
             self._finish(sequence, reason)
-        elif sequence.needs_handoff:
-            sequence.phase = advance(sequence.phase, Phase.HANDING_OFF)
-            self._tell(sequence, sequence.sink.handed_off, sequence.num_pushed_bytes)
         elif not was_decoding:
             sequence.phase = advance(sequence.phase, Phase.DECODING)
             self._tell(sequence, sequence.sink.decoding)

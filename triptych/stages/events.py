@@ -23,8 +23,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """All KV is written to the grant's pages."""
+    """The first token, and all of the prompt's KV is written to the grant's pages."""
 
+    token: Token
     num_bytes: int
 
 
@@ -78,8 +79,8 @@ class EventStream:
     def tokens(self, tokens: Sequence[Token]) -> None:
         self._put(Sampled(tuple(tokens)))
 
-    def handed_off(self, num_bytes: int) -> None:
-        self._put(HandedOff(num_bytes))
+    def handed_off(self, token: Token, num_bytes: int) -> None:
+        self._put(HandedOff(token, num_bytes))
 
     def decoding(self) -> None:
         self._put(Decoding())
@@ -112,7 +113,7 @@ class SplitStream:
         self._prefill = prefill
         self._decode = decode
         self._current: EventStream = prefill
-        self.handed_off: Callable[[int], None] = prefill.handed_off
+        self.handed_off: Callable[[Token, int], None] = prefill.handed_off
 
     def admitted(self, cached_tokens: int) -> None:
         self._prefill.admitted(cached_tokens)

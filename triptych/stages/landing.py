@@ -24,6 +24,7 @@ from triptych.engine.loop import LanguageEngine
 from triptych.stages.tasks import on_engine
 from triptych.transport.device import DeviceError
 from triptych.transport.layout import checksum64
+from triptych.transport.slots import Slot
 from triptych.transport.types import Arena, HaveIt, SlotGrant
 
 PLAN_WAIT_S = 30.0
@@ -33,7 +34,9 @@ SHARED_WAIT_S = 5.0
 """How long a slot request may wait for what another encoder is writing for somebody else. Then its own is written."""
 
 MAX_EXPECTED = 65_536
-INLINE_CHECKSUM_BYTES = 1 << 20
+ONE_VISIT_BYTES = 1 << 19
+"""An embedding of up to so many bytes is checked where it lands, on the engine's thread: some 30 us, where two further
+changes of thread take longer."""
 
 
 class EmbeddingLanding:
@@ -112,18 +115,29 @@ class EmbeddingLanding:
         source: EmbeddingSource,
     ) -> None:
         engine = self._engine
-        check = partial(engine.landing.check, ref, item_index, peer, slot_id, generation, capability)
-        try:
-            slot = await on_engine(engine.call(check))
+
+        def check() -> Slot:
+            slot = engine.landing.check(ref, item_index, peer, slot_id, generation, capability)
             if slot.num_bytes != num_bytes:
                 raise TransferRefused("the commit has another length than the slot")
-            landed = await self._checked(peer, slot.offset, num_bytes, checksum)
+            return slot
 
-            def land() -> None:
-                check()  # the slot may have changed hands while its bytes were being checked
-                self._land(ref, item_index, landed, source)
+        def land(landed: torch.Tensor) -> None:
+            check()  # the slot may have changed hands while its bytes were being checked
+            self._land(ref, item_index, landed, source)
 
-            await on_engine(engine.call(land))
+        def land_at_once() -> None:
+            view = self._view(check())
+            _check_bytes(view, checksum)
+            self._land(ref, item_index, torch.frombuffer(view, dtype=torch.uint8), source)
+
+        try:
+            if num_bytes <= ONE_VISIT_BYTES and not self._is_on_device(peer):
+                await on_engine(engine.call(land_at_once))
+            else:
+                slot = await on_engine(engine.call(check))
+                landed = await self._checked(peer, slot, checksum)
+                await on_engine(engine.call(partial(land, landed)))
         except TriptychError:
             engine.post(partial(engine.landing.writer_done_with, peer, slot_id))
             raise
@@ -197,19 +211,27 @@ class EmbeddingLanding:
         slot = self._engine.landing.hand(ref, item_index, peer)
         return SlotGrant(slot.slot_id, slot.offset, slot.num_bytes, slot.generation, slot.capability)
 
-    async def _checked(self, peer: WorkerRef, offset: int, num_bytes: int, checksum: int) -> torch.Tensor:
-        """The slot where the peer wrote, uint8 (num_bytes,). Raises TransferRefused when that is not what it sent."""
+    def _is_on_device(self, peer: WorkerRef) -> bool:
         device = self._arena.device
-        if device is None or not device.is_written_by(peer):
-            view = self._arena.buffer[offset : offset + num_bytes]
-            await _check_bytes(view, checksum)
+        return device is not None and device.is_written_by(peer)
+
+    def _view(self, slot: Slot) -> memoryview:
+        return self._arena.buffer[slot.offset : slot.offset + slot.num_bytes]
+
+    async def _checked(self, peer: WorkerRef, slot: Slot, checksum: int) -> torch.Tensor:
+        """The slot where the peer wrote, uint8 (num_bytes,). Raises TransferRefused when that is not what it sent."""
+        if not self._is_on_device(peer):
+            view = self._view(slot)
+            await asyncio.to_thread(_check_bytes, view, checksum)
             return torch.frombuffer(view, dtype=torch.uint8)
+        device = self._arena.device
+        assert device is not None
         try:
-            view = await asyncio.to_thread(device.read, offset, num_bytes)
+            view = await asyncio.to_thread(device.read, slot.offset, slot.num_bytes)
         except DeviceError as error:
             raise TransferRefused(f"the device memory of the slot cannot be read ({error})") from error
-        await _check_bytes(view, checksum)
-        return device.tensor[offset : offset + num_bytes]
+        await asyncio.to_thread(_check_bytes, view, checksum)
+        return device.tensor[slot.offset : slot.offset + slot.num_bytes]
 
     def _land(self, ref: AttemptRef, item_index: int, landed: torch.Tensor, source: EmbeddingSource) -> None:
         sequence = self._engine.find(ref)
@@ -235,9 +257,7 @@ def _waker(event: asyncio.Event) -> Callable[[], None]:
     return wake
 
 
-async def _check_bytes(view: memoryview, checksum: int) -> None:
+def _check_bytes(view: memoryview, checksum: int) -> None:
     """Raises TransferRefused when the bytes in the slot are not the ones that were written."""
-    is_small = len(view) <= INLINE_CHECKSUM_BYTES
-    actual = checksum64(view) if is_small else await asyncio.to_thread(checksum64, view)
-    if actual != checksum:
+    if checksum64(view) != checksum:
         raise TransferRefused("the embedding's checksum is wrong")

@@ -108,6 +108,7 @@ class _PrefillRun:
         self._timeline = Timeline("prefill", parts.worker.worker_id, parts.clock, ref.attempt)
         self._link: KvLink | None = None
         self._is_handed_over = False
+        self._committing: asyncio.Task[None] | None = None
         self._cached_tokens = 0
         self._first_token: Token | None = None
         self._position_delta = 0
@@ -130,8 +131,10 @@ class _PrefillRun:
                 case Sampled(tokens):
                     self._first_token = tokens[0]
                     yield pb.PrefillResponse(first_token=convert.token_to_proto(tokens[0]))
-                case HandedOff(num_bytes):
-                    await self._commit(num_bytes)
+                case HandedOff(token, num_bytes):
+                    self._committing = await self._start_commit(token, num_bytes)
+                    yield pb.PrefillResponse(first_token=convert.token_to_proto(token))
+                    await self._committing
                 case Decoding():
                     yield self._done(None)
                     return
@@ -185,12 +188,19 @@ class _PrefillRun:
         if sum(len(group.pages) for group in self._grant.groups) < num_needed:
             raise TransferRefused("the decode worker named too few pages")
 
-    async def _commit(self, num_bytes: int) -> None:
-        assert self._link is not None and self._first_token is not None
+    async def _start_commit(self, token: Token, num_bytes: int) -> asyncio.Task[None]:
+        """The commit leaves before the token does: a decode worker waits for it, and gRPC takes its time with a
+        response."""
+        self._first_token = token
+        committing = asyncio.create_task(self._commit(token, num_bytes), name="kv-commit")
+        return committing
+
+    async def _commit(self, token: Token, num_bytes: int) -> None:
+        assert self._link is not None
         start_ns = self._parts.clock.monotonic_ns()
         with needs_receiver():
             await self._link.commit_kv(
-                self._ref, self._grant, self._plan.num_known_tokens, num_bytes, self._first_token, self._position_delta
+                self._ref, self._grant, self._plan.num_known_tokens, num_bytes, token, self._position_delta
             )
         self._timeline.add("kv_commit", start_ns, num_bytes=num_bytes)
         self._count_pages(self._link.page_format)
@@ -221,6 +231,9 @@ class _PrefillRun:
 
     async def _release(self) -> None:
         engine = self._parts.engine
+        if self._committing is not None:
+            self._committing.cancel()
+            await asyncio.gather(self._committing, return_exceptions=True)
         if not self._is_local:
             await on_engine(engine.call(partial(engine.abort, self._ref, Aborted("the call ended"))))
             if self._link is not None and not self._is_handed_over:
