@@ -65,6 +65,7 @@ class Pages:
     """A pool to send from, of random bytes: (pages, planes, cell bytes)."""
 
     layout = PAGES
+    host_planes = None
 
     def __init__(self, seed: int, num_pages: int = 8) -> None:
         shape = (num_pages, PAGES.num_planes, PAGES.cell_bytes)

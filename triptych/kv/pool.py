@@ -93,6 +93,7 @@ class PoolPages:
         self._shape = shape
         self._planes = pool.view(2 * layers, shape.num_pages, -1)
         self.layout = shape.layout(pool.dtype)
+        self.host_planes = None if pool.device.type != "cpu" else self._planes.view(torch.uint8).numpy()
 
     def gather(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
         """A copy of those pages, (pages, planes, cell bytes), contiguous: one gather on the pool's device."""

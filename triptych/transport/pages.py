@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,9 +17,15 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class PageSource(Protocol):
-    """A pool to send from. `gather` is called on the engine's thread, between steps."""
+    """A pool to send from. Read on the engine's thread, between steps.
+
+    Attributes:
+        host_planes: (planes, pages, cell bytes), where the pages lie in memory of this host as they are sent; else
+            None.
+    """
 
     layout: PageLayout
+    host_planes: ByteArray | None
 
     def gather(self, pages: Sequence[int]) -> ByteArray:
         """A copy of those pages, (pages, planes, cell bytes), contiguous."""
@@ -63,9 +69,13 @@ class MappedPages:
     def copy(self, pages: Sequence[int], first: int) -> int:
         if not pages:
             return 0
-        cells = self.source.gather(pages)
-        self.target[:, list(self.target_pages[first : first + len(pages)])] = cells.transpose(1, 0, 2)
-        return cells.nbytes
+        planes, target_pages = self.source.host_planes, self.target_pages[first : first + len(pages)]
+        if planes is None:
+            self.target[:, list(target_pages)] = self.source.gather(pages).transpose(1, 0, 2)
+        else:
+            for here, there, count in common_runs(pages, target_pages):
+                self.target[:, there : there + count] = planes[:, here : here + count]
+        return len(pages) * self.source.layout.page_bytes
 
     async def flush(self) -> int | None:
         return None
@@ -75,6 +85,18 @@ class MappedPages:
 
     async def settle(self) -> None:
         return
+
+
+def common_runs(pages: Sequence[int], target_pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first page here, first page there, how many) of pages that follow each other on both sides, in order."""
+    begin = 0
+    for end in range(1, len(pages) + 1):
+        follows = (
+            end < len(pages) and pages[end] == pages[end - 1] + 1 and target_pages[end] == target_pages[end - 1] + 1
+        )
+        if not follows:
+            yield pages[begin], target_pages[begin], end - begin
+            begin = end
 
 
 def scatter(target: ByteArray, target_pages: npt.NDArray[np.int64], offset: int, data: ByteArray) -> None:

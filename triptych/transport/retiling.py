@@ -42,6 +42,8 @@ class RetiledPages:
         num_tokens: of the whole prompt.
     """
 
+    host_planes: ByteArray | None = None
+
     def __init__(self, source: TokenSource, form: PageFormat, num_held_tokens: int, num_tokens: int) -> None:
         assert num_held_tokens % form.page_tokens == 0, "the stage has checked what is held"
         self.layout: PageLayout = source.layout.in_format(form)
