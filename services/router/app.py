@@ -26,7 +26,7 @@ from services.router.chat_service import ChatLimits, ChatService
 from services.router.drain import Drain
 from services.router.fetch import FetchLimits, UrlFetcher
 from services.router.fetch_rules import FetchRules
-from services.router.headers import MAX_HEADER_BYTES, HttpProtocol
+from services.router.headers import HttpProtocol
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
 from services.router.pipeline import Pipeline, Workers
@@ -191,7 +191,6 @@ async def serve(settings: RouterSettings) -> None:
                 uvicorn.Config(
                     app,
                     http=HttpProtocol,
-                    h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                     log_config=None,
                     access_log=False,
                     # What a header says of the caller's address anybody on this machine could say.

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.router.choices import Choices, Piece, Question, running_choices
+from services.router.event_stream import EventStream, error_event
 from services.router.pipeline import Pipeline
 from services.router.responses import (
     INTERNAL_MESSAGE,
     Envelope,
     Json,
     choice_json,
-    error_json,
     logprobs_json,
     timeline_json,
 )
@@ -107,9 +107,10 @@ class ChatAnswer(Response):
 class WholeChatAnswer(ChatAnswer):
     async def _write(self, choices: Choices, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._job.question.texts]
-        async with aclosing(choices.pieces()) as coming:
-            async for piece in coming:
-                pieces[piece.choice].append(piece)
+        async with aclosing(choices.batches()) as batches:
+            async for batch in batches:
+                for piece in batch:
+                    pieces[piece.choice].append(piece)
         answers = [self._choice(index, whole) for index, whole in enumerate(pieces)]
         body = self._job.envelope.completion(answers, choices.usage())
         content = orjson.dumps({**body, **self._finish(choices)})
@@ -125,54 +126,38 @@ class WholeChatAnswer(ChatAnswer):
 
 
 class StreamedChatAnswer(ChatAnswer):
+    """Each batch of pieces is one write: one that is alone goes at once, those that have gathered go together."""
+
     async def _write(self, choices: Choices, send: Send) -> None:
-        async with aclosing(choices.pieces()) as pieces:
-            first = await anext(pieces)
+        async with aclosing(choices.batches()) as batches:
+            first = await anext(batches)
             await send(_start("text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")]))
-            await self._stream(choices, first, pieces, send)
+            await self._stream(choices, first, batches, send)
         await send({"type": "http.response.body", "body": b""})
 
-    async def _stream(self, choices: Choices, first: Piece, others: AsyncIterator[Piece], send: Send) -> None:
-        begun: set[int] = set()
+    async def _stream(
+        self, choices: Choices, first: Sequence[Piece], others: AsyncIterator[Sequence[Piece]], send: Send
+    ) -> None:
+        job = self._job
+        events = EventStream(job.envelope, with_usage=job.with_usage, logprobs=self._logprobs)
         try:
-            await self._send_piece(first, begun, send)
-            async for piece in others:
-                await self._send_piece(piece, begun, send)
+            await _send(send, events.pieces(first) + self._closing(choices, events))
+            async for pieces in others:
+                await _send(send, events.pieces(pieces) + self._closing(choices, events))
         except Exception as error:
-            # The status is out: the error has to be an event, and there is no [DONE].
+            # The status is out: the error has to be an event, and there is no END.
             told = _told(error)
             metrics.REQUEST_ERRORS.labels(told.code).inc()
-            await self._send_event(send, error_json(told))
-        else:
-            await self._send_closing(choices, send)
+            await _send(send, error_event(told))
 
-    async def _send_piece(self, piece: Piece, begun: set[int], send: Send) -> None:
-        """`begun`: the choices that have been spoken of."""
-        if piece.choice not in begun:
-            begun.add(piece.choice)
-            await self._send_event(send, self._chunk(piece.choice, {"role": "assistant", "content": ""}))
-        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-        if piece.text or logprobs:
-            await self._send_event(send, self._chunk(piece.choice, {"content": piece.text}, logprobs=logprobs))
-        if piece.finish_reason is not None:
-            await self._send_event(send, self._chunk(piece.choice, {}, finish_reason=piece.finish_reason.value))
+    def _closing(self, choices: Choices, events: EventStream) -> bytes:
+        """Nothing before the last piece."""
+        return events.closing(choices.usage(), self._finish(choices)) if choices.have_ended else b""
 
-    async def _send_closing(self, choices: Choices, send: Send) -> None:
-        """What there is to say when all choices are over, in one event without choices."""
-        told = self._finish(choices)
-        if self._job.with_usage:
-            await self._send_event(send, {**self._job.envelope.usage_chunk(choices.usage()), **told})
-        elif told:
-            await self._send_event(send, {**self._job.envelope.bare_chunk(), **told})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
 
-    def _chunk(self, index: int, delta: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
-        chunk = self._job.envelope.chunk(index, delta, finish_reason, logprobs)
-        return {**chunk, "usage": None} if self._job.with_usage else chunk
-
-    async def _send_event(self, send: Send, event: Json) -> None:
-        body = b"data: " + orjson.dumps(event) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+async def _send(send: Send, events: bytes) -> None:
+    if events:
+        await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 def _told(error: Exception) -> TriptychError:

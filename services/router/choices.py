@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.router.admission.tenants import ANYBODY, Tenant
@@ -16,6 +16,7 @@ from services.router.answer_text import AnswerText, TextPiece
 from services.router.pipeline import Answer, Batch, Beside, Done, Event, Pipeline
 from services.router.stopwatch import Stopwatch
 from services.router.tasks import owned_task, unwrapped_group
+from triptych.core.errors import TriptychError
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline, TimelineEvent
 from triptych.core.worker import Role
@@ -54,16 +55,22 @@ class Choices:
         self._num_running = len(question.texts)
         self._prefilled = asyncio.Event()
         # At most one entry a token and one end for each choice, so a slow reader never holds a worker back.
-        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._gathered: list[Piece] = []
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces of all choices as they come, those of each in order; or an error is raised. To be iterated once."""
+    async def batches(self) -> AsyncGenerator[Sequence[Piece], None]:
+        """Pieces of all choices, those of each in order. A batch is what has gathered by the time it is asked for, and
+        never waits for more. Or an error is raised, after the pieces before it. To be iterated once."""
         while not self.have_ended:
-            piece = await self._pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            self._num_running -= piece.finish_reason is not None
-            yield piece
+            await self._news.wait()
+            self._news.clear()
+            batch, self._gathered = self._gathered, []
+            self._num_running -= sum(piece.finish_reason is not None for piece in batch)
+            if batch:
+                yield batch
+            if self._failure is not None:
+                raise self._failure
 
     @property
     def have_ended(self) -> bool:
@@ -92,7 +99,7 @@ class Choices:
         return {role: list(names) for role, names in served.items()}
 
     async def run(self) -> None:
-        """Until all choices have ended, or one has failed. Every failure is for `pieces` to raise."""
+        """Until all choices have ended, or one has failed. Every failure is for `batches` to raise."""
         try:
             with unwrapped_group():
                 async with asyncio.TaskGroup() as group:
@@ -101,7 +108,8 @@ class Choices:
                     for choice in range(1, len(self._question.texts)):
                         group.create_task(self._follow(choice, Beside(choice, self._answers[0])))
         except Exception as error:
-            self._pieces.put_nowait(error)
+            self._failure = error
+            self._news.set()
 
     async def _follow(self, choice: int, beside: Beside | None) -> None:
         asked = self._question
@@ -110,10 +118,22 @@ class Choices:
             asked.plan, asked.media, asked.request_id, timeline, beside, asked.tenant
         ) as answer:
             self._answers[choice] = answer
-            async with aclosing(answer.events()) as events:
-                async for event in events:
-                    if self._take(choice, event) is not None:
-                        return
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            answer.listen(lambda event: self._on_event(choice, event, ended))
+            await ended
+
+    def _on_event(self, choice: int, event: Event | TriptychError, ended: asyncio.Future[None]) -> None:
+        """In the answer's own task: a token takes no turn of the loop on its way."""
+        if ended.done():
+            return
+        if isinstance(event, TriptychError):
+            ended.set_exception(event)
+            return
+        try:
+            if self._take(choice, event) is not None:
+                ended.set_result(None)
+        except Exception as error:  # a bug of ours is no fault of the worker whose token it was
+            ended.set_exception(error)
 
     def _take(self, choice: int, event: Event) -> FinishReason | None:
         """Why the choice has ended, if it has."""
@@ -129,7 +149,8 @@ class Choices:
         if text.stopped:
             reason = FinishReason.STOP
         self._prefilled.set()
-        self._pieces.put_nowait(Piece(choice, made.text, made.tokens, reason))
+        self._gathered.append(Piece(choice, made.text, made.tokens, reason))
+        self._news.set()
         return reason
 
 

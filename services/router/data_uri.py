@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import binascii
 import re
+from contextlib import suppress
 from urllib.parse import unquote_to_bytes
+
+import pybase64
 
 from triptych.core.errors import MediaInvalid, PayloadTooLarge
 
@@ -53,6 +56,8 @@ def _unescape(payload: str, param: str) -> bytes:
 
 
 def _decode_base64(text: bytes, param: str) -> bytes:
+    with suppress(binascii.Error):
+        return pybase64.b64decode(text, validate=True)  # as nearly all write it, and many times as fast
     compact = text.translate(_URL_SAFE, _WHITE_SPACE).rstrip(b"=")
     try:
         return binascii.a2b_base64(compact + b"=" * (-len(compact) % 4), strict_mode=True)

@@ -1,39 +1,61 @@
-"""HTTP/1.1 as uvicorn speaks it, but that headers beyond the limit are told from nonsense."""
+"""HTTP/1.1 as uvicorn speaks it over llhttp, but that headers beyond the limit are refused, and told from nonsense."""
 
 from __future__ import annotations
 
-import sys
+from http import HTTPStatus
+from typing import Any
 
-import h11
 import orjson
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.router.responses import error_json
 from triptych.core.errors import HeadersTooLarge, InvalidRequest, RequestError
 from triptych.obs import metrics
 
 MAX_HEADER_BYTES = 64 * 2**10
-_TOO_LARGE = 431
 
 
-class HttpProtocol(H11Protocol):
+class HttpProtocol(HttpToolsProtocol):
+    """The parser keeps what it cannot make anything of yet: a header without an end, an endless list of trailers or the
+    extensions of a chunk. So the bytes are counted that came since it last made something of any."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unread_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(headers_too_large())
+
+    def on_url(self, url: bytes) -> None:
+        """HTTP/2's own greeting has no end that an HTTP/1.1 server would ever come to. What is raised is a 400."""
+        if self.parser.get_method() == b"PRI":
+            raise ValueError("HTTP/2 is not spoken here")
+        super().on_url(url)
+
+    def on_headers_complete(self) -> None:
+        self._unread_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread_bytes = 0
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
-        """Called while h11's complaint is handled, which says whether the headers are too large."""
-        complaint = sys.exception()
-        is_too_large = isinstance(complaint, h11.RemoteProtocolError) and complaint.error_status_hint == _TOO_LARGE
-        self._refuse(headers_too_large() if is_too_large else InvalidRequest("this is no HTTP/1.1 request"))
+        self._refuse(InvalidRequest("this is no HTTP/1.1 request"))
 
     def _refuse(self, error: RequestError) -> None:
         metrics.REQUEST_ERRORS.labels(error.code).inc()
         body = orjson.dumps(error_json(error))
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        headers.append((b"content-length", str(len(body)).encode()))
-        for event in (
-            h11.Response(status_code=error.http_status, headers=headers),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        status = HTTPStatus(error.http_status)
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
 

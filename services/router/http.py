@@ -140,7 +140,7 @@ async def read_json_body(request: Request, max_bytes: int) -> object:
         held.take(len(piece))
         if len(body) > max_bytes:
             raise _body_too_large(max_bytes)
-    if body.count(b",") > MAX_COMMAS:
+    if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
         raise InvalidRequest(f"a request's body may have at most {MAX_COMMAS} commas, in texts and between values")
     try:
         decoded: object = orjson.loads(body)

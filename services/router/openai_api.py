@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.router.admission.door import Door
 from services.router.admission.meter import LocalMeter, Meter
@@ -43,11 +44,12 @@ def build_api(
     """`missing_roles()`: the stages without a ready worker. `budget`: of what all requests hold. `door`: whose keys
     open the API; without one it is open to all. `meter`: of what tenants use; one of this process if not given.
     `drain`: of the requests under way."""
-    drain = drain or Drain()
+    drain, meter = drain or Drain(), meter or LocalMeter(chat.clock)
     # A redirect would name whatever host the caller wrote into its Host header.
-    app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, door=door, meter=meter or LocalMeter(chat.clock), drain=drain)
+    app = _Api(title="Triptych", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Guard, door=door, meter=meter, drain=drain)
     app.add_middleware(RequestScope, budget=budget)  # around the guard
+    app.chat = RequestScope(Guard(_chat_alone(chat), door, meter, drain), budget)
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
     _add_chat(app, chat)
@@ -56,7 +58,35 @@ def build_api(
     return app
 
 
+class _Api(FastAPI):
+    """Answers chat requests by `chat`, without the layers that the framework puts around a route: each of them would
+    see every token that is sent."""
+
+    chat: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == CHAT_PATH and scope["method"] == "POST":
+            await self.chat(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _chat_alone(chat: ChatService) -> ASGIApp:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        try:
+            answer = await chat.answer(request)
+            await answer(scope, receive, send)
+        except TriptychError as error:
+            response = await on_triptych_error(request, error)
+            await response(scope, receive, send)
+
+    return serve
+
+
 def _add_chat(app: FastAPI, chat: ChatService) -> None:
+    """For the schema, and for other methods' 405; `_Api` has answered what is asked."""
+
     @app.post(CHAT_PATH, openapi_extra=_BODY_SCHEMA)
     async def chat_completions(request: Request) -> Response:
         return await chat.answer(request)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -85,6 +85,7 @@ class Answer:
         self.is_wanted = True
         # Holds at most one entry a token, so it needs no bound of its own: a slow reader never holds a worker back.
         self._events: asyncio.Queue[Event | TriptychError] = asyncio.Queue(plan.sampling.max_tokens + 1)
+        self._deliver: Callable[[Event | TriptychError], None] = self._events.put_nowait
 
     def emit(self, attempt: int, tokens: Iterable[Token]) -> None:
         ready = self.order.offer(attempt, tokens)
@@ -92,10 +93,14 @@ class Answer:
             raise TriptychError("a worker sent more tokens than were asked for")
         if ready:
             self.ids += [token.id for token in ready]
-            self._events.put_nowait(Batch(tuple(ready)))
+            self._deliver(Batch(tuple(ready)))
 
     def end(self, event: Done | TriptychError) -> None:
-        self._events.put_nowait(event)
+        self._deliver(event)
+
+    def listen(self, listener: Callable[[Event | TriptychError], None]) -> None:
+        """Events go to `listener` as they come, and `events` has none. To be called before the loop's next turn."""
+        self._deliver = listener
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Batches in order, then one Done; or a TriptychError is raised. To be iterated over once."""

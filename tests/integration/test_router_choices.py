@@ -16,6 +16,7 @@ from services.router.pipeline import Pipeline
 from services.router.stopwatch import Stopwatch
 from tests.integration import fake_workers as fake
 from tests.integration.fake_workers import Call, FakeCluster, Script, running
+from tests.integration.pieces import each
 from tests.unit.demo_dir import demo_model_dir
 from triptych.core.clock import SystemClock
 from triptych.core.errors import MediaInvalid, NoRoom, PeerLost, TriptychError
@@ -40,8 +41,8 @@ def question(n: int, timeout_s: float = 10.0) -> Question:
 
 async def collect(choices: Choices, n: int) -> list[list[int]]:
     ids: list[list[int]] = [[] for _ in range(n)]
-    async with aclosing(choices.pieces()) as pieces:
-        async for piece in pieces:
+    async with aclosing(choices.batches()) as batches:
+        async for piece in each(batches):
             ids[piece.choice] += [token.id for token in piece.tokens]
     return ids
 
@@ -172,3 +173,40 @@ async def test_a_prompt_counts_once() -> None:
     async with running() as (_, pipeline):
         await ask(pipeline, 3)
     assert metrics.PROMPT_TOKENS._value.get() - before == len(PROMPT)
+
+
+async def test_what_gathers_is_one_batch_and_what_is_alone_does_not_wait() -> None:
+    """The reader is slow, then quick: nothing is lost, turned around or held back."""
+    held = asyncio.Event()
+    asked: list[Choices] = []
+
+    async def until_heard(count: int) -> None:
+        while not asked or asked[0].num_completion_tokens < count:  # noqa: ASYNC110 - nobody reads yet
+            await asyncio.sleep(0.01)
+
+    async def decode(call: Call) -> AsyncIterator[Any]:
+        yield fake.grant(call.worker)
+        await until_heard(1)  # prefill's comes by another stream
+        for index in range(1, MAX_TOKENS - 1):
+            yield fake.tokens(index)
+        await held.wait()
+        yield fake.tokens(MAX_TOKENS - 1)
+        yield fake.generate_done(call, MAX_TOKENS)
+
+    async with (
+        running(script=Script(decode=decode)) as (_, pipeline),
+        asyncio.timeout(10),
+        running_choices(pipeline, question(1)) as choices,
+        aclosing(choices.batches()) as batches,
+    ):
+        asked.append(choices)
+        await until_heard(MAX_TOKENS - 1)
+        sizes: list[int] = []
+        ids: list[int] = []
+        async for batch in batches:
+            sizes.append(len(batch))
+            ids += [token.id for piece in batch for token in piece.tokens]
+            held.set()
+    assert ids == EXPECTED
+    assert sizes[0] == MAX_TOKENS - 1, "one piece for each token, all in the first batch"
+    assert len(sizes) > 1

@@ -20,6 +20,7 @@ from services.router.answer_text import AnswerText
 from services.router.chat_request import SamplingOptions
 from services.router.choices import Choices, Question, running_choices
 from services.router.stopwatch import Stopwatch
+from tests.integration.pieces import each
 from tests.parity.checkpoints import DEFAULT_SEED, DEMO_DIR, make_tiny_qwen2_5_vl
 from tests.parity.prompts import draw_picture
 from triptych.core.clock import SystemClock
@@ -72,8 +73,8 @@ def question(cluster: InProcessCluster, plan: Plan, request: ChatRequest, n: int
 async def choose(cluster: InProcessCluster, request: ChatRequest, n: int, *stops: str) -> tuple[list[Heard], Choices]:
     heard = [Heard() for _ in range(n)]
     asking = question(cluster, cluster.plan(request), request, n, stops)
-    async with running_choices(cluster.pipeline, asking) as choices, aclosing(choices.pieces()) as pieces:
-        async for piece in pieces:
+    async with running_choices(cluster.pipeline, asking) as choices, aclosing(choices.batches()) as batches:
+        async for piece in each(batches):
             one = heard[piece.choice]
             assert one.reason is None, "nothing comes after the end"
             one.text += piece.text
@@ -218,8 +219,8 @@ async def test_leaving_ends_all_choices(model_dir: Path, topology: Literal["mono
     async with InProcessCluster(model_dir, topology, chunk_tokens=48, kv_pool_bytes=SMALL_POOL) as cluster:
         asking = question(cluster, cluster.plan(request), request, 4, ())
         seen: set[int] = set()
-        async with running_choices(cluster.pipeline, asking) as choices, aclosing(choices.pieces()) as pieces:
-            async for piece in pieces:
+        async with running_choices(cluster.pipeline, asking) as choices, aclosing(choices.batches()) as batches:
+            async for piece in each(batches):
                 seen.add(piece.choice)
                 if len(seen) == 4:
                     break

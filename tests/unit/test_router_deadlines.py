@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from services.router.app import Model
-from services.router.headers import MAX_HEADER_BYTES, HttpProtocol
+from services.router.headers import HttpProtocol
 from tests.unit import router_house
 from tests.unit.router_house import Api, error_of, serve
 
@@ -55,9 +55,7 @@ async def exchange(port: int, lines: Sequence[bytes]) -> bytes:
 async def test_a_megabyte_of_headers_is_431_on_the_wire(model: Model) -> None:
     async with serve(model) as api:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            config = uvicorn.Config(
-                api.app, http=HttpProtocol, h11_max_incomplete_event_size=MAX_HEADER_BYTES, log_config=None
-            )
+            config = uvicorn.Config(api.app, http=HttpProtocol, log_config=None)
             server = uvicorn.Server(config)
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             task = asyncio.create_task(server._serve(sockets=[listener]))
