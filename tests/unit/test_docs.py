@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 # Written by the benchmarks and by those who convert checkpoints.
 MADE_LATER = {
     *("engine.json", "engine.md", "engine.png", "transport.json", "transport.md", "transport.png"),
-    *("router.json", "router.md"),
+    *("router.json", "router.md", "routing.json", "routing.md"),
     *("model.safetensors.index.json", "config.json"),
 }
 FOLDERS = ("triptych", "services", "proto", "docs", "tests", "benchmarks", "scripts", "assets")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from triptych.kv.allocator import PageAllocator
+from triptych.kv.journal import Journal
 from triptych.kv.radix import Node, RadixTree
 
 
@@ -42,13 +43,18 @@ class SequencePages:
 
 
 class CacheManager:
-    """Reserves, shares and frees pages of one pool. `on_free` hears of pages that are free again."""
+    """Reserves, shares and frees pages of one pool. `on_free` hears of pages that are free again, `journal` of what is
+    cached and evicted."""
 
     def __init__(
-        self, num_pages: int, page_tokens: int, on_free: Callable[[Sequence[int]], None] | None = None
+        self,
+        num_pages: int,
+        page_tokens: int,
+        on_free: Callable[[Sequence[int]], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.page_tokens = page_tokens
-        self.tree = RadixTree(page_tokens)
+        self.tree = RadixTree(page_tokens, journal)
         self._allocator = PageAllocator(num_pages, on_free)
         self._num_owned = 0
         self._num_leased = 0

@@ -1,8 +1,4 @@
-"""One immutable view of each worker: its own account and what this router has given it, joined.
-
-The worker's account is a moment old and counts what all routers gave it; this router's own count is of now and of
-itself alone. The larger of the two is believed.
-"""
+"""One immutable view of each worker: its own account and what this router has given it, joined."""
 
 from __future__ import annotations
 
@@ -60,7 +56,7 @@ class Board:
 
     def _make(self, worker: WorkerInfo) -> WorkerView:
         ref = worker.ref
-        told, owed = self._index.load(ref), self._outstanding.of(ref)
+        told, owed, others = self._index.load(ref), self._outstanding.of(ref), self._outstanding.of_others(ref)
         pool_tokens = worker.num_pages * worker.page_tokens
         used = owed.room_tokens / pool_tokens if pool_tokens else 0.0
         if told is None:
@@ -77,9 +73,9 @@ class Board:
         if told.free_pages is not None and worker.num_pages:
             used = 1.0 - min(told.free_pages / worker.num_pages, 1.0)
         return WorkerView(
-            waiting_tokens=max(owed.tokens, told.waiting_tokens),
-            waiting_patches=max(owed.patches, told.waiting_patches),
-            num_sequences=max(owed.sequences, told.num_decoding),
+            waiting_tokens=owed.tokens + others.tokens,
+            waiting_patches=owed.patches + others.patches,
+            num_sequences=owed.sequences + others.sequences,
             used_share=min(used, 1.0),
             free_pages=told.free_pages,
             tokens_per_s=told.tokens_per_s or self._tokens_per_s,

@@ -15,7 +15,7 @@ from typing import Final
 import xxhash
 
 LOAD_FACTOR: Final = 1.25
-SLACK_S: Final = 0.1
+SLACK_S: Final = 0.02
 """Of the tower's work: with less than that waiting nobody is passed over."""
 
 

@@ -87,14 +87,19 @@ class Routing:
         applied = self.index.apply(worker, message)
         if applied is Applied.DONE:
             self._unlearn(worker, message.changes)
+            if message.load is not None:
+                self.outstanding.heard(worker, message.load)
         return applied
 
     def lost_feed(self, worker: WorkerRef) -> None:
         self.index.lost_feed(worker)
+        self.outstanding.forget(worker)
 
     def keep(self, living: Iterable[WorkerRef]) -> None:
         """Forgets what was told by all workers but those."""
-        self.index.keep(living)
+        known = set(living)
+        self.index.keep(known)
+        self.outstanding.keep(known)
 
     def _unlearn(self, worker: WorkerRef, changes: Mapping[Holding, Change]) -> None:
         """What a worker has dropped is not there, whatever was sent to it."""
