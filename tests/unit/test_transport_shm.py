@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,44 @@ def test_the_owner_knows_how_long_a_peer_has_it_mapped() -> None:
     view.release()
     del view
     assert not segment.is_mapped_as(7)
+    segment.close()
+
+
+def resident_bytes(name: str) -> list[int]:
+    """Of each mapping of that segment in this process: what its page table has."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    heads = [at for at, line in enumerate(lines) if line.endswith(name)]
+    found = [next(line for line in lines[at:] if line.startswith("Rss:")) for at in heads]
+    return [1024 * int(line.split()[1]) for line in found]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    give_up_at_s = time.monotonic() + 20
+    while not holds() and time.monotonic() < give_up_at_s:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_peer_has_its_pages_at_hand_before_it_writes() -> None:
+    size = 40 << 20
+    segment = SharedSegment.create(size, "test")
+    peer = SharedSegment.open(segment.name, size)
+    assert size not in resident_bytes(segment.name)
+    peer.populate_soon()
+    assert eventually(lambda: size in resident_bytes(segment.name))
+    assert bytes(segment.buffer[:4]) == bytes(4)
+    peer.close()
+    segment.close()
+
+
+def test_a_peer_that_closes_at_once_does_not_wait_for_its_pages_and_leaves_no_mapping() -> None:
+    size = 256 << 20
+    segment = SharedSegment.create(size, "test")
+    for mapping_id in range(1, 6):
+        peer = SharedSegment.open(segment.name, size, mapping_id=mapping_id)
+        peer.populate_soon()
+        peer.close()
+    assert eventually(lambda: not segment.is_mapped())
     segment.close()
 
 

@@ -82,6 +82,7 @@ class Ways:
         """Raises TransferRefused when it cannot be. `broken` is called when it stops working later."""
         if welcome.transport == SHM:
             segment = SharedSegment.open(welcome.segment_name, welcome.segment_bytes, mapping_id=welcome.mapping_id)
+            segment.populate_soon()
             return MemoryCarrier(SHM, segment.buffer, segment)
         if welcome.transport == CUDA_IPC:
             return DeviceCarrier(await _taken(partial(self._import, welcome)), broken)
