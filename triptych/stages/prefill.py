@@ -189,10 +189,11 @@ class _PrefillRun:
             raise TransferRefused("the decode worker named too few pages")
 
     async def _start_commit(self, token: Token, num_bytes: int) -> asyncio.Task[None]:
-        """The commit leaves before the token does: a decode worker waits for it, and gRPC takes its time with a
-        response."""
+        """The commit leaves before the token does: the decode worker is idle until it comes, and gRPC takes longer with
+        a response than the commit, which is not waited for here."""
         self._first_token = token
         committing = asyncio.create_task(self._commit(token, num_bytes), name="kv-commit")
+        await asyncio.sleep(0)  # it runs until it waits for the answer
         return committing
 
     async def _commit(self, token: Token, num_bytes: int) -> None:
