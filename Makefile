@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-for-$(shell cksum < pyproject.toml | cut -d ' ' -f 1
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-properties verify-cluster verify-transport verify-engine proto clean
+.PHONY: help setup demo test lint typecheck verify verify-parity verify-expansion verify-properties verify-cluster verify-transport verify-engine verify-media proto clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,7 +51,7 @@ lint: $(STAMP)  ## ruff: rules and format, and the import rules of docs/architec
 typecheck: $(STAMP)  ## mypy, strict
 	@$(BIN)/mypy
 
-verify: verify-parity verify-expansion verify-properties verify-cluster verify-transport verify-engine  ## what is too long for `make test`; reports go to benchmarks/results
+verify: verify-parity verify-expansion verify-properties verify-cluster verify-transport verify-engine verify-media  ## what is too long for `make test`; reports go to benchmarks/results
 	@mkdir -p benchmarks/results
 	@$(BIN)/python -m scripts.eval_demo_model --json benchmarks/results/eval_demo_model.json --seed 1 --per-type 500
 
@@ -72,6 +72,9 @@ verify-transport: $(STAMP)  ## a million checksum rounds between processes, conn
 
 verify-engine: $(STAMP)  ## 1,000 storms over the engine, and memory over 20,000 unique pictures
 	@$(BIN)/python -m scripts.verify_engine --json benchmarks/results/engine_storm.json $(ARGS)
+
+verify-media: $(STAMP)  ## the whole corpus of media by every way, and 10,000 pictures that are changed at random
+	@TRIPTYCH_VERIFY=full $(BIN)/python -m pytest tests/unit/test_media_corpus.py tests/integration/test_media_cluster.py $(ARGS)
 
 proto: $(STAMP)  ## write the gRPC stubs again
 	@PYTHON=$(BIN)/python scripts/gen_proto.sh

@@ -14,7 +14,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 
 SEES_THE_WHOLE_MACHINE = re.compile(
-    r"\blaunched\(|\bcluster_url\b|\bcluster_ready\b|\bmono_url\b|\bsweep_dead_segments\(\)|\btake_over\(|\bSHM_DIRECTORY\b"
+    r"\blaunched\(|\bmedia_cluster\(|\bcluster_url\b|\bcluster_ready\b|\bmono_url\b|\bsweep_dead_segments\(\)|\btake_over\(|\bSHM_DIRECTORY\b"
 )
 
 

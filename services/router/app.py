@@ -27,6 +27,7 @@ from services.router.drain import Drain
 from services.router.fetch import FetchLimits, UrlFetcher
 from services.router.fetch_rules import FetchRules
 from services.router.headers import HttpProtocol
+from services.router.loop_lag import watch_loop_lag
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
 from services.router.pipeline import Pipeline, Workers
@@ -201,6 +202,7 @@ async def serve(settings: RouterSettings) -> None:
             )
             async with asyncio.TaskGroup() as group:
                 beside = [
+                    group.create_task(watch_loop_lag()),
                     group.create_task(registry.run()),
                     group.create_task(tell_of_the_end(tls)),
                     group.create_task(_tend_workers(registry, cluster, channels)),

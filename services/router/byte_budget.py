@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from triptych.core.errors import Overloaded
+from triptych.obs import metrics
 
 
 class ByteBudget:
@@ -25,10 +26,12 @@ class ByteBudget:
         if self._num_held + num_bytes > self._max_bytes:
             raise Overloaded("the requests under way hold all the memory there is for them; try again later")
         self._num_held += num_bytes
+        metrics.HELD_BYTES.set(self._num_held)
 
     def give_back(self, num_bytes: int) -> None:
         assert num_bytes <= self._num_held
         self._num_held -= num_bytes
+        metrics.HELD_BYTES.set(self._num_held)
 
 
 class ByteLease:

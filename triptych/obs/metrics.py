@@ -81,6 +81,12 @@ MEDIA_FETCH_SECONDS = Histogram(
 )
 MEDIA_FETCH_BYTES = Counter("triptych_media_fetch_bytes_total", "Bytes of the pictures that were fetched")
 
+HELD_BYTES = Gauge("triptych_held_bytes", "Bodies and fetched pictures of the requests under way")
+ROUTER_LOOP_LAG_SECONDS = Histogram(
+    "triptych_router_event_loop_lag_seconds",
+    "How much later than due the router's event loop came back to a task, ten times a second",
+    buckets=around(0.0005, 0.01, 0.2, 10.0),
+)
 TENANT_REQUESTS = Counter("triptych_tenant_requests_total", "Chat requests that came in, by tenant", ("tenant",))
 TENANT_REFUSALS = Counter(
     "triptych_tenant_refusals_total", "Chat requests beyond what their tenant may use", ("tenant", "reason")
