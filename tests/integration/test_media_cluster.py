@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -20,6 +21,9 @@ from tests.corpus.sample import Sample, encoded
 from tests.corpus.taken import taken
 from tests.corpus.wrappings import PICTURE, WRAPPINGS
 from tests.integration.media_cluster import ASK_S, Client, MediaCluster, Reply, data_uri, each, media_cluster
+from tests.picture_server import redirect
+from tests.unit.fetch_house import GOOD
+from tests.unit.fetch_tries import SOME, TRIES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900 if os.environ.get("TRIPTYCH_VERIFY") == "full" else 180)]
 
@@ -166,6 +170,36 @@ async def test_every_way_of_writing_a_reference(cluster: MediaCluster) -> None:
                 assert answer.status == wrapping.status, (wrapping, answer.message)
                 assert not SECRETS.search(answer.message)
                 assert answer.is_like(truth) if answer.status == 200 else answer.code == "media_invalid", wrapping
+
+
+# --- addresses that are not for us ------------------------------------------------------------------------------------
+
+# None that needs a name server: that one stands in for in the tests of the fetcher.
+AT_ONCE = [one.url for one in TRIES.values() if not one.names and not one.answers and GOOD not in one.url]
+LED_THERE = [*(f"http://[{each}]/" if ":" in each else f"http://{each}/" for each in SOME), "file:///etc/passwd"]
+
+
+async def test_nobody_gets_the_router_to_call_what_only_it_can_reach(cluster: MediaCluster) -> None:
+    """An allowed server is there, and another that nobody allowed."""
+    async with cluster.client() as client, unharmed(cluster):
+        with socket.create_server(("127.0.0.1", 0)) as canary:
+            canary.setblocking(False)
+            port = canary.getsockname()[1]
+            hosts = ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]", "0x7f000001", "127.1")
+            tries = [*AT_ONCE, *(f"http://{host}:{port}/" for host in hosts)]
+            for number, location in enumerate([*LED_THERE, f"http://127.0.0.1:{port}/", "/led/0"]):
+                cluster.server.answers[f"/led/{number}"] = redirect(location)
+                tries.append(cluster.server.url(f"/led/{number}"))
+            for url in tries:
+                answer = await client.ask(url, "led")
+                assert (answer.status, answer.code) == (400, "media_invalid"), (url, answer)
+                assert not SECRETS.search(answer.message)
+            with pytest.raises(BlockingIOError):
+                canary.accept()
+        cluster.server.answers["/led/good"] = redirect("/good")
+        cluster.offer("/good", PICTURE, "image/png")
+        answer = await client.ask(cluster.server.url("/led/good"), "led")
+        assert answer.is_like(await Truths(client).of(drawn((57, 56))))
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
