@@ -29,7 +29,12 @@ from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc import convert
+from triptych.rpc.line_frames import Method
+from triptych.rpc.line_server import generate_method, prefill_method, serve_lines
 from triptych.rpc.server import RpcServer, add_describe
+from triptych.transport.control_port import ControlPort
+from triptych.transport.layout import host_id
+from triptych.transport.zmq_port import data_socket_path
 from triptych.wire.v1 import common_pb2 as common
 from triptych.wire.v1 import (
     decode_pb2,
@@ -46,12 +51,14 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """`workers`: id -> its stages; `answer_ids`: the tokens of every answer, over and over."""
+    """`workers`: id -> its stages; `answer_ids`: the tokens of every answer, over and over; `is_elsewhere`: they say
+    that they are on another host than the router."""
 
     folder: str
     workers: Mapping[str, Sequence[str]]
     pace: Mapping[str, Any]
     answer_ids: Sequence[int]
+    is_elsewhere: bool = False
 
 
 @dataclass(slots=True)
@@ -200,23 +207,34 @@ async def serve(spec: Spec) -> None:
         workers[worker_id] = TimedWorker(blank, pace, spec.answer_ids, attempts)
     for worker in workers.values():
         worker.meet(workers)
-        await _listen(worker, folder.token())
+        await _listen(worker, folder, "elsewhere" if spec.is_elsewhere else host_id())
         registry.announce(worker.info)
-    say({"workers": {name: worker.info.grpc_address for name, worker in workers.items()}})
+    addresses = {name: worker.info.grpc_address for name, worker in workers.items()}
+    by_lines = all(worker.info.host_id == host_id() for worker in workers.values())
+    say({"workers": addresses, "calls": "by lines" if by_lines else "by gRPC"})
     while await asyncio.to_thread(sys.stdin.readline):
         say({"num_encoded": sum(worker.num_encoded for worker in workers.values())})
     registry.withdraw()
 
 
-async def _listen(worker: TimedWorker, token: str | None) -> None:
-    server = RpcServer("127.0.0.1", 0, token=token)
+async def _listen(worker: TimedWorker, folder: RuntimeFolder, host: str) -> None:
+    server = RpcServer("127.0.0.1", 0, token=folder.token())
     add_describe(server, lambda: worker.info)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, worker)
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, worker)
     server.add(encoder_pb2_grpc.add_EncoderServicer_to_server, worker)
+    path = data_socket_path(folder.make_sockets_path(), worker.info.worker_id)
+    if path is None:
+        host = "elsewhere"  # without a line it is as good as there
+    else:
+        port = ControlPort(path)
+        await port.open()
+        serve_lines(server, port, {Method.GENERATE: generate_method(worker), Method.PREFILL: prefill_method(worker)})
     address = f"127.0.0.1:{await server.start()}"
     decodes = worker.info.roles != {Role.ENCODER}
-    worker.info = replace(worker.info, grpc_address=address, max_sequence_tokens=MAX_SEQUENCE_TOKENS if decodes else 0)
+    worker.info = replace(
+        worker.info, host_id=host, grpc_address=address, max_sequence_tokens=MAX_SEQUENCE_TOKENS if decodes else 0
+    )
 
 
 if __name__ == "__main__":

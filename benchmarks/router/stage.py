@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.router.client import Job
+from benchmarks.router.fakes import Spec
 from benchmarks.router.processes import Process, StartFailed, cpu_s
 from benchmarks.router.timing import Pace
 from triptych.model.checkpoint_files import optional_json
@@ -30,7 +31,7 @@ _ANSWER = (
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router and its fakes. `pids` are of all its processes."""
+    """A router and its fakes. `calls`: the way by which it calls them."""
 
     process: Process
     fakes: Process
@@ -38,6 +39,7 @@ class Router:
     model: str
     addresses: Mapping[str, str]
     token: str | None
+    calls: str
 
     def cpu_s(self) -> float:
         return sum(cpu_s(pid) for pid in (self.process.pid, *_children(self.process.pid)))
@@ -54,12 +56,14 @@ def running_router(
     pace: Pace,
     workers: Mapping[str, Sequence[str]] = WORKERS,
     flags: Sequence[str] = (),
+    *,
+    is_elsewhere: bool = False,
 ) -> Iterator[Router]:
     """`python -m services.router` once all stages can serve. Raises StartFailed."""
     folder.mkdir()
     runtime = folder / "run"
-    spec = {"folder": str(runtime), "workers": workers, "pace": asdict(pace), "answer_ids": _answer_ids(model)}
-    (folder / "fakes.json").write_text(json.dumps(spec))
+    spec = Spec(str(runtime), workers, asdict(pace), _answer_ids(model), is_elsewhere)
+    (folder / "fakes.json").write_text(json.dumps(asdict(spec)))
     with ExitStack() as stack:
         fakes, said = Process.speaking(folder / "fakes.log", "benchmarks.router.fakes", str(folder / "fakes.json"))
         stack.callback(fakes.stop)
@@ -69,7 +73,7 @@ def running_router(
         process = Process(command, folder / "router.log")
         stack.callback(process.stop)
         url = _ready(process, ready_file)["url"]
-        yield Router(process, fakes, url, model.name, said["workers"], RuntimeFolder(runtime).token())
+        yield Router(process, fakes, url, model.name, said["workers"], RuntimeFolder(runtime).token(), said["calls"])
 
 
 def _ready(process: Process, file: Path) -> dict[str, Any]:

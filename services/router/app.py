@@ -48,10 +48,12 @@ from triptych.model.registry import adapter_for
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool
+from triptych.rpc.line_client import LinedChannels
 from triptych.rpc.tls import load_tls, tell_of_the_end
 from triptych.text.detokenizer import IncrementalDetokenizer
 from triptych.text.token_bytes import TokenBytes
 from triptych.text.tokenizer import ChatTokenizer
+from triptych.transport.layout import host_id
 
 # Threads for what would block the event loop: base64, headers, hashing, tokenizing.
 WORK_THREADS = 4
@@ -181,7 +183,7 @@ async def serve(settings: RouterSettings) -> None:
     tls = load_tls(settings.tls_files)
     model = Model(settings.model)
     folder = RuntimeFolder(settings.runtime_dir)
-    registry, channels = StaticRegistry(folder), ChannelPool(folder.token(), tls)
+    registry, channels = StaticRegistry(folder), LinedChannels(folder.token(), tls, host_id())
     reachable = ReachableWorkers(registry, channels, tls)
     cluster = Cluster(reachable, model.adapter)
     with _listen(settings.host, settings.port) as listener, unwrapped_group():

@@ -29,6 +29,8 @@ from triptych.core.worker import WorkerInfo
 from triptych.rpc import client, convert
 from triptych.rpc.client import ChannelPool
 from triptych.rpc.errors import ERROR_METADATA_KEY, error_from_rpc
+from triptych.rpc.line_client import line_to
+from triptych.rpc.line_frames import Method
 from triptych.wire.v1 import common_pb2, decode_pb2, encoder_pb2, prefill_pb2
 
 CHUNK_BYTES = 2**20
@@ -106,7 +108,12 @@ class GenerateCall:
     ) -> None:
         self.worker = worker
         request = decode_pb2.GenerateRequest(ref=convert.ref_to_proto(ref), plan=convert.plan_to_proto(plan))
-        self._call = client.decode_stub(channels, worker).Generate(request, timeout=timeout_s)
+        line = line_to(channels, worker)
+        self._call: Any = (
+            client.decode_stub(channels, worker).Generate(request, timeout=timeout_s)
+            if line is None
+            else line.call(Method.GENERATE, request, decode_pb2.GenerateResponse.FromString, timeout_s)
+        )
         self._messages = _Messages(self._call)
 
     async def granted(self) -> Grant:
@@ -135,7 +142,12 @@ async def prefill_events(
     request = prefill_pb2.PrefillRequest(
         ref=convert.ref_to_proto(ref), plan=convert.plan_to_proto(plan), grant=convert.grant_to_proto(grant)
     )
-    call = client.prefill_stub(channels, worker).Prefill(request, timeout=timeout_s)
+    line = line_to(channels, worker)
+    call: Any = (
+        client.prefill_stub(channels, worker).Prefill(request, timeout=timeout_s)
+        if line is None
+        else line.call(Method.PREFILL, request, prefill_pb2.PrefillResponse.FromString, timeout_s)
+    )
     messages = _Messages(call)
     try:
         while True:

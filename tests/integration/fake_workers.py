@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,9 +24,12 @@ from triptych.core.ids import new_epoch
 from triptych.core.plan import FinishReason
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc import convert
-from triptych.rpc.client import ChannelPool
 from triptych.rpc.errors import abort_with
+from triptych.rpc.line_client import LinedChannels
+from triptych.rpc.line_frames import Method
+from triptych.rpc.line_server import generate_method, prefill_method, serve_lines
 from triptych.rpc.server import RpcServer
+from triptych.transport.control_port import ControlPort
 from triptych.wire.v1 import common_pb2 as common
 from triptych.wire.v1 import (
     decode_pb2,
@@ -37,6 +41,9 @@ from triptych.wire.v1 import (
 )
 
 TOKEN = "a-token-for-tests"
+HOST = "the-host-of-tests"
+lines_folder: Path | None = None
+"""Where workers take calls by lines; without one all go by gRPC. `by_grpc_and_line` sets it."""
 CAPABILITY = bytes(16)
 
 Decode = Callable[["Call"], AsyncIterator[decode_pb2.GenerateResponse]]
@@ -57,6 +64,7 @@ class Call:
     hub: Hub
     requests: AsyncIterator[encoder_pb2.EncodeRequest] | None = None
     outcome: str = "running"
+    by_line: bool = False
 
     @property
     def ref(self) -> common.AttemptRef:
@@ -220,6 +228,7 @@ class FakeCluster:
     hub: Hub
     script: Script
     infos: list[WorkerInfo] = field(default_factory=list)
+    servers: list[RpcServer] = field(default_factory=list)
     stale: tuple[WorkerInfo, ...] | None = None  # what `workers` says until the next `refresh`
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -241,23 +250,24 @@ class _Servicer:
         self._worker_id = worker_id
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        async for message in self._play(self._call(request), self._cluster.script.decode, context):
+        async for message in self._play(self._call(request, context), self._cluster.script.decode, context):
             yield message
 
     async def Prefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        async for message in self._play(self._call(request), self._cluster.script.prefill, context):
+        async for message in self._play(self._call(request, context), self._cluster.script.prefill, context):
             yield message
 
     async def Encode(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         stream = aiter(requests)
-        call = self._call((await anext(stream)).start)
+        call = self._call((await anext(stream)).start, context)
         call.requests = stream
         async for message in self._play(call, self._cluster.script.encode, context):
             yield message
 
-    def _call(self, request: Any) -> Call:
+    def _call(self, request: Any, context: Any) -> Call:
         worker = next(info for info in self._cluster.infos if info.worker_id == self._worker_id)
-        call = Call(worker, request, self._cluster.hub)
+        is_by_line = not hasattr(context, "peer")
+        call = Call(worker, request, self._cluster.hub, by_line=is_by_line)
         self._cluster.hub.calls.append(call)
         return call
 
@@ -292,14 +302,30 @@ async def fake_cluster(
 
 async def _start(stack: AsyncExitStack, cluster: FakeCluster, worker_id: str, roles: Sequence[Role]) -> WorkerInfo:
     server = RpcServer("127.0.0.1", 0, token=TOKEN)
+    cluster.servers.append(server)
     servicer = _Servicer(cluster, worker_id)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer)
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer)
     server.add(encoder_pb2_grpc.add_EncoderServicer_to_server, servicer)
+    if lines_folder is not None:
+        knocks = ControlPort(lines_folder / f"{worker_id}.sock")
+        await knocks.open()
+        stack.push_async_callback(knocks.close)
+        serve_lines(
+            server, knocks, {Method.GENERATE: generate_method(servicer), Method.PREFILL: prefill_method(servicer)}
+        )
     port = await server.start()
     stack.push_async_callback(server.stop, 0)
     blank = WorkerInfo(worker_id, new_epoch(), frozenset(roles), WorkerState.READY, f"127.0.0.1:{port}")
+    if lines_folder is not None:
+        blank = replace(blank, host_id=HOST)
     return replace(blank, max_sequence_tokens=0 if roles == [Role.ENCODER] else 4096)
+
+
+async def until_lined(channels: LinedChannels, workers: Sequence[WorkerInfo]) -> None:
+    async with asyncio.timeout(5):
+        while any(channels.line(worker) is None for worker in workers):  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
 
 
 async def failing(error: TriptychError) -> AsyncIterator[Any]:
@@ -322,9 +348,11 @@ async def for_ever() -> None:
 async def running(
     *workers: tuple[str, Sequence[Role]], script: Script | None = None, max_queue: int = 8
 ) -> AsyncIterator[tuple[FakeCluster, Pipeline]]:
-    """A router's pipeline over fake workers."""
+    """A router's pipeline over fake workers; where they have lines, calls go by them from the first on."""
     async with fake_cluster(*workers, script=script) as cluster:
-        channels = ChannelPool(TOKEN)
+        channels = LinedChannels(TOKEN, None, HOST)
+        if lines_folder is not None:
+            await until_lined(channels, cluster.infos)
         try:
             yield cluster, Pipeline(cluster, channels, AdmissionQueue(max_queue), SystemClock())
         finally:

@@ -26,6 +26,8 @@ from triptych.core.worker import Role
 from triptych.obs import metrics
 from triptych.text.detokenizer import IncrementalDetokenizer
 
+pytestmark = pytest.mark.usefixtures("by_grpc_and_line")
+
 E, P, D = [Role.ENCODER], [Role.PREFILL], [Role.DECODE]
 TOKENIZER = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
 MAX_TOKENS = 5

@@ -23,6 +23,8 @@ from triptych.core.worker import Role
 from triptych.obs import metrics
 from triptych.wire.v1 import prefill_pb2
 
+pytestmark = pytest.mark.usefixtures("by_grpc_and_line")
+
 ALL = ("e-0", E), ("e-1", E), ("p-0", P), ("p-1", P), ("d-0", D), ("d-1", D)
 ANSWER = expected(NUM_TOKENS)
 

@@ -32,6 +32,8 @@ from triptych.core.worker import Role
 from triptych.rpc.client import ChannelPool
 from triptych.wire.v1 import encoder_pb2
 
+pytestmark = pytest.mark.usefixtures("by_grpc_and_line")
+
 
 async def test_text_only() -> None:
     async with running() as (cluster, pipeline), pipeline.answer(plan_of(), [], "req-1") as answer:

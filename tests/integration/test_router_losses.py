@@ -31,6 +31,8 @@ from triptych.core.worker import Role
 from triptych.rpc.client import ChannelPool
 from triptych.wire.v1 import prefill_pb2
 
+pytestmark = pytest.mark.usefixtures("by_grpc_and_line")
+
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), EmbeddingMissing("item 0 did not come"), Unavailable("draining")])
 async def test_a_lost_prefill_worker_is_replaced_by_another(error: TriptychError) -> None:

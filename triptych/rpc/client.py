@@ -18,6 +18,8 @@ from triptych.wire.v1 import (
     decode_pb2_grpc,
     encoder_pb2,
     encoder_pb2_grpc,
+    lines_pb2,
+    lines_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     registry_pb2,
@@ -113,6 +115,10 @@ class RegistryStub(Protocol):
     Describe: grpc.aio.UnaryUnaryMultiCallable[registry_pb2.DescribeRequest, registry_pb2.DescribeResponse]
 
 
+class LinesStub(Protocol):
+    Hold: grpc.aio.UnaryStreamMultiCallable[lines_pb2.HoldRequest, lines_pb2.HoldResponse]
+
+
 class HealthStub(Protocol):
     Check: grpc.aio.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
     Watch: grpc.aio.UnaryStreamMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
@@ -136,6 +142,10 @@ def transfer_stub(channels: ChannelPool, worker: WorkerInfo) -> TransferStub:
 
 def registry_stub(channels: ChannelPool, worker: WorkerInfo) -> RegistryStub:
     return cast(RegistryStub, _stub(registry_pb2_grpc.WorkerRegistryStub, channels, worker))
+
+
+def lines_stub(channels: ChannelPool, worker: WorkerInfo) -> LinesStub:
+    return cast(LinesStub, _stub(lines_pb2_grpc.LinesStub, channels, worker))
 
 
 def health_stub(channels: ChannelPool, worker: WorkerInfo) -> HealthStub:

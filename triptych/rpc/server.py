@@ -80,11 +80,16 @@ class RpcServer:
             interceptors=[_TokenInterceptor(token), *callers, MalformedInterceptor()], options=SERVER_OPTIONS
         )
         self._poll: asyncio.Task[None] | None = None
+        self._stops: list[Callable[[float], Awaitable[None]]] = []
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 
     def add(self, register: Callable[..., None], servicer: object) -> None:
         """`register` is the generated `add_XServicer_to_server`. Before `start`."""
         register(servicer, self._server)
+
+    def before_stop(self, stop: Callable[[float], Awaitable[None]]) -> None:
+        """`stop(grace_s)` ends what is served by other ways than gRPC, before gRPC's own calls get their grace."""
+        self._stops.append(stop)
 
     async def start(self) -> int:
         """Listens, not yet serving by its health. Answers the port."""
@@ -115,6 +120,8 @@ class RpcServer:
             await asyncio.gather(self._poll, return_exceptions=True)
             self._poll = None
         await self._health.enter_graceful_shutdown()
+        for stop in self._stops:
+            await stop(grace_s)
         await self._server.stop(grace_s)
 
     async def _poll_progress(self) -> None:

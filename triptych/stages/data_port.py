@@ -61,6 +61,23 @@ async def open_control_port(
     return port
 
 
+async def open_line_port(common: WorkerSettings, exit_stack: AsyncExitStack) -> ControlPort | None:
+    """Where routers of this host knock; None where the path is too long: their calls go by gRPC.
+
+    Raises StartupError when it cannot listen.
+    """
+    sweep_dead_sockets(RuntimeFolder(common.runtime_dir).make_sockets_path(), common.worker_id)
+    path = _socket_path(common)
+    if path is None:
+        metrics.FALLBACKS.labels("line").inc()
+        log.warning("the runtime folder's path is too long for a socket in it: calls go by gRPC")
+        return None
+    port = ControlPort(path)
+    exit_stack.push_async_callback(port.close)
+    await port.open()
+    return port
+
+
 def _socket_path(common: WorkerSettings) -> Path | None:
     return data_socket_path(RuntimeFolder(common.runtime_dir).make_sockets_path(), common.worker_id)
 

@@ -33,9 +33,11 @@ from triptych.obs import metrics
 from triptych.registry.runtime import RuntimeFolder
 from triptych.registry.static import StaticRegistry
 from triptych.rpc.client import ChannelPool, transfer_stub
+from triptych.rpc.line_frames import Method
+from triptych.rpc.line_server import LineMethod, generate_method, prefill_method, serve_lines
 from triptych.rpc.server import RpcServer, add_describe
 from triptych.rpc.tls import ClusterTls, load_tls, tell_of_the_end
-from triptych.stages.data_port import open_control_port, open_data_port
+from triptych.stages.data_port import open_control_port, open_data_port, open_line_port
 from triptych.stages.decode import DecodeParts, DecodeStage
 from triptych.stages.device_memory import is_device_only, offers_device, open_driver, without_device
 from triptych.stages.embeddings import EmbeddingSupply
@@ -154,6 +156,7 @@ class Worker:
         self._exit = AsyncExitStack()
         self._background = Background()
         self._engines: list[_Engine] = []
+        self._line_methods: dict[int, LineMethod] = {}
         self.ref = WorkerRef(plan.common.worker_id, new_epoch())
         self._transfer: TransferServicer | None = None
         self.media_pool: MediaPool | None = None
@@ -328,7 +331,9 @@ class Worker:
             parts = PrefillParts(
                 engine, adapter, self.ref, PoolPages(tensor), landing, links, self._clock, self._background, local
             )
-            self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, PrefillStage(parts))
+            prefill_stage = PrefillStage(parts)
+            self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, prefill_stage)
+            self._line_methods[Method.PREFILL] = prefill_method(prefill_stage)
 
     def _build_decode(
         self,
@@ -351,6 +356,7 @@ class Worker:
         if arena is not None:
             receivers.kv = stage
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, stage)
+        self._line_methods[Method.GENERATE] = generate_method(stage)
         return stage
 
     def _make_pool(self, shape: PoolShape, compute: ComputeChoice, layout: bytes) -> tuple[torch.Tensor, Arena | None]:
@@ -407,9 +413,19 @@ class Worker:
         engine.start()
         self._exit.push_async_callback(asyncio.to_thread, engine.stop, ENGINE_GRACE_S)
 
+    async def _offer_lines(self) -> None:
+        """To routers of this host, for the stages that they call with every request. Encoders take megabytes by calls
+        of their own, which nobody else's tokens wait behind."""
+        if not self._line_methods:
+            return
+        port = await open_line_port(self._plan.common, self._exit)
+        if port is not None:
+            serve_lines(self._server, port, self._line_methods)
+
     async def _open(self, adapter: Adapter) -> None:
         common = self._plan.common
         assert self.link_pool is not None, "it was built"
+        await self._offer_lines()
         add_describe(self._server, self._describe)
         port = await self._server.start()
         https = None if self._tls is None else self._tls.https
