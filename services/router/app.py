@@ -18,9 +18,12 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from services.router.admission.door import Door, LocalFailures
+from services.router.admission.door import Door, Failures, LocalFailures
 from services.router.admission.key_file import is_open_to_others, load_keyring
 from services.router.admission.keyring import Keyring
+from services.router.admission.meter import LocalMeter, Meter
+from services.router.admission.shared_meter import SharedFailures, SharedMeter
+from services.router.admission.shared_state import connect
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
 from services.router.drain import Drain
@@ -37,7 +40,7 @@ from services.router.queue import AdmissionQueue
 from services.router.reach import ReachableWorkers
 from services.router.resolver import Resolver
 from services.router.settings import RouterSettings
-from services.router.tasks import unwrapped_group
+from services.router.tasks import owned_task, unwrapped_group
 from triptych.core.clock import Clock, SystemClock
 from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef
@@ -116,8 +119,9 @@ async def router_app(
 ) -> AsyncIterator[FastAPI]:
     """The ASGI application; closes what it owns when the block ends. Raises StartupError."""
     clock = SystemClock()
-    door = _door(settings, clock)
-    async with _reading(settings) as (reader, executor):
+    keyring = _keyring(settings)
+    async with _reading(settings) as (reader, executor), _counting(settings, clock) as (meter, failures):
+        door = Door(keyring, failures) if keyring else None
         chat = ChatService(
             model_name=model.adapter.model_name,
             modalities=model.adapter.modalities,
@@ -131,7 +135,7 @@ async def router_app(
             token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
-        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), door, drain=drain)
+        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), door, meter, drain)
 
 
 @asynccontextmanager
@@ -155,10 +159,21 @@ async def _reading(settings: RouterSettings) -> AsyncIterator[tuple[MediaReader,
         resolver.close()
 
 
-def _door(settings: RouterSettings, clock: Clock) -> Door | None:
-    """Raises StartupError."""
-    keyring = _keyring(settings)
-    return Door(keyring, LocalFailures(settings.failed_keys_per_minute, clock)) if keyring else None
+@asynccontextmanager
+async def _counting(settings: RouterSettings, clock: Clock) -> AsyncIterator[tuple[Meter, Failures]]:
+    """Where limits are kept: in this process, or in a Redis for all routers. Raises StartupError."""
+    meter, failures = LocalMeter(clock), LocalFailures(settings.failed_keys_per_minute, clock)
+    if settings.redis_url is None:
+        yield meter, failures
+        return
+    state = connect(settings.redis_url, settings.redis_password_file, settings.redis_ca, settings.redis_timeout_s)
+    prefix = settings.redis_prefix
+    shared = SharedMeter(state, meter, prefix)
+    try:
+        async with owned_task(state.probe_forever()), owned_task(shared.renew_forever(state.came_back)):
+            yield shared, SharedFailures(state, failures, prefix, settings.failed_keys_per_minute)
+    finally:
+        state.close()
 
 
 def _keyring(settings: RouterSettings) -> Keyring | None:

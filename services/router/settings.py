@@ -49,6 +49,18 @@ class RouterSettings(TlsSettings):
         default=60,
         metadata={"help": "unknown API keys that one address may send; one more is a 429", "min": 1, "max": 1_000_000},
     )
+    redis_url: str | None = field(default=None, repr=False, metadata={"secret": True})
+    redis_password_file: Path | None = field(
+        default=None, metadata={"help": "file with the password of TRIPTYCH_REDIS_URL's Redis, which routers share"}
+    )
+    redis_ca: Path | None = field(
+        default=None, metadata={"help": "certificate authority of that Redis, for rediss://; the system's if not given"}
+    )
+    redis_prefix: str = field(default="triptych", metadata={"help": "what keys in that Redis begin with"})
+    redis_timeout_s: float = field(
+        default=0.1,
+        metadata={"help": "seconds that Redis may take before a router decides alone", "min": 0.001, "max": 5.0},
+    )
     allow_url_fetch: bool = field(
         default=True, metadata={"help": "fetch pictures from http(s) URLs, not only from data: URIs"}
     )

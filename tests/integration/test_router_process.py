@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,14 +32,16 @@ ROOT = Path(__file__).parents[2]
 
 
 class Router:
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
         self.runtime = folder / "run"
         self.ready_file = folder / "ready.json"
         self.log = folder / "log"
         command = [sys.executable, "-m", "services.router", "--model", str(demo_model_dir())]
         command += ["--runtime-dir", str(self.runtime), "--ready-file", str(self.ready_file), *flags]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | dict(environ or {})
+            )
 
     def url(self) -> str:
         lines = until(lambda: [line for line in self.log.read_text().splitlines() if "the API listens" in line])

@@ -22,6 +22,7 @@ from starlette.types import Scope
 
 from services.router.admission.door import Door, LocalFailures
 from services.router.admission.keyring import Keyring
+from services.router.admission.meter import Meter
 from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.app import Model
 from services.router.byte_budget import ByteBudget
@@ -139,6 +140,8 @@ async def serve(
     keyring: Keyring | None = None,
     drain: Drain | None = None,
     failed_keys_per_minute: int = 60,
+    meter: Meter | None = None,
+    door: Door | None = None,
 ) -> AsyncIterator[Api]:
     pipeline = ScriptedPipeline(model.tokenizer.tokenizer.encode(TEXT, add_special_tokens=False).ids)
     before = Image.MAX_IMAGE_PIXELS
@@ -158,8 +161,9 @@ async def serve(
         )
         missing: list[Role] = []
         budget = ByteBudget(max_held_bytes)
-        door = Door(keyring, LocalFailures(failed_keys_per_minute, SystemClock())) if keyring else None
-        app = build_api(chat, lambda: tuple(missing), budget, door, drain=drain)
+        if keyring is not None:
+            door = Door(keyring, LocalFailures(failed_keys_per_minute, SystemClock()))
+        app = build_api(chat, lambda: tuple(missing), budget, door, meter, drain)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             found = Api(app, client, pipeline, model.adapter.model_name)

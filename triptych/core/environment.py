@@ -21,6 +21,7 @@ OTHER_VARIABLES = frozenset(
         "TRIPTYCH_PARITY",
         "TRIPTYCH_PARITY_OUT",
         "TRIPTYCH_PARITY_SHARD",
+        "TRIPTYCH_TEST_REDIS",
         "TRIPTYCH_TEST_SEED",
         "TRIPTYCH_VERIFY",
     }
@@ -68,6 +69,11 @@ _ROUTER = {
     "max_pixels",
     "max_queue",
     "max_request_media_bytes",
+    "redis_ca",
+    "redis_password_file",
+    "redis_prefix",
+    "redis_timeout_s",
+    "redis_url",
     "request_timeout_s",
 }
 _WORKERS = {

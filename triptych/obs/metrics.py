@@ -92,6 +92,7 @@ TENANT_REFUSALS = Counter(
     "triptych_tenant_refusals_total", "Chat requests beyond what their tenant may use", ("tenant", "reason")
 )
 AUTH_FAILURES = Counter("triptych_auth_failures_total", "Requests without a key that is known", ("reason",))
+SHARED_STATE_UP = Gauge("triptych_shared_state_up", "1 while the Redis that routers share answers, else 0")
 TENANT_TOKENS = Counter("triptych_tenant_tokens_total", "Tokens that tenants used", ("tenant", "kind"))
 TENANT_PIXELS = Counter("triptych_tenant_pixels_total", "Pixels that tenants sent", ("tenant",))
 

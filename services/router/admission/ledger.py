@@ -68,6 +68,16 @@ class Ledger:
         for bucket, _, amount in wanted:
             bucket.take(amount, now_s)
 
+    def entered_elsewhere(self, now_s: float) -> None:
+        """Counts a request that others have let in, whatever this ledger would have said."""
+        _take_what_is_there(self._requests, 1, now_s)
+        self._num_under_way += 1
+
+    def charged_elsewhere(self, cost: Cost, now_s: float) -> None:
+        """The same for what it costs."""
+        for bucket, _, amount in self._wanted(cost):
+            _take_what_is_there(bucket, amount, now_s)
+
     def settle(self, num_tokens: int, now_s: float) -> None:
         """Gives back tokens that were charged and not used."""
         if self._tokens is not None:
@@ -82,6 +92,17 @@ class Ledger:
             yield self._tokens, "tokens", cost.tokens
         if self._pixels is not None:
             yield self._pixels, "pixels", cost.pixels
+
+
+def check_possible(tenant: Tenant, cost: Cost) -> None:
+    """Raises RequestTooLarge for what no minute has room for."""
+    rates = tenant.rates
+    for kind, per_minute, amount in (
+        ("tokens", rates.tokens_per_minute, cost.tokens),
+        ("pixels", rates.pixels_per_minute, cost.pixels),
+    ):
+        if per_minute is not None and amount > max(per_minute, 1.0):
+            raise too_large(kind, amount, per_minute)
 
 
 def too_many_at_once(limit: int) -> TooMuch:
@@ -102,6 +123,11 @@ def too_large(kind: str, amount: int, per_minute: float) -> RequestTooLarge:
 
 def _bucket(per_minute: float | None, now_s: float) -> Bucket | None:
     return None if per_minute is None else Bucket(per_minute, now_s)
+
+
+def _take_what_is_there(bucket: Bucket | None, amount: float, now_s: float) -> None:
+    if bucket is not None:
+        bucket.take(min(amount, max(0.0, bucket.level(now_s))), now_s)
 
 
 def _check(bucket: Bucket, kind: str, amount: int, now_s: float) -> None:

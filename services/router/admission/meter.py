@@ -29,23 +29,23 @@ class LocalMeter:
         self._ledgers: dict[str, Ledger] = {}  # as many as there are tenants
 
     async def enter(self, tenant: Tenant, request_id: str) -> None:
-        self.ledger(tenant).enter(self._now_s())
+        self.ledger(tenant).enter(self.now_s())
 
     async def charge(self, tenant: Tenant, cost: Cost) -> None:
-        self.ledger(tenant).charge(cost, self._now_s())
+        self.ledger(tenant).charge(cost, self.now_s())
 
     async def settle(self, tenant: Tenant, num_tokens: int) -> None:
-        self.ledger(tenant).settle(num_tokens, self._now_s())
+        self.ledger(tenant).settle(num_tokens, self.now_s())
 
     async def leave(self, tenant: Tenant, request_id: str) -> None:
         self.ledger(tenant).leave()
 
     def ledger(self, tenant: Tenant) -> Ledger:
         if tenant.name not in self._ledgers:
-            self._ledgers[tenant.name] = Ledger(tenant, self._now_s())
+            self._ledgers[tenant.name] = Ledger(tenant, self.now_s())
         return self._ledgers[tenant.name]
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
         return self._clock.monotonic_ns() / NANOSECONDS
 
 
