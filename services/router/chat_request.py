@@ -99,6 +99,9 @@ def _as_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(key), float(bias)) for key, bias in value.items()))
 
 
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -125,7 +128,7 @@ class ChatCompletionBody(BaseModel):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
     logit_bias: Annotated[
-        tuple[tuple[int, float], ...], BeforeValidator(_as_bias, json_schema_input_type=dict[str, float] | None)
+        tuple[tuple[int, float], ...], BeforeValidator(_as_bias, json_schema_input_type=dict[str, _Bias] | None)
     ] = ()
     presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)] | None = None
