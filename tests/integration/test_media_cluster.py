@@ -217,6 +217,20 @@ async def test_a_stream_has_no_200_before_its_first_token(cluster: MediaCluster)
                 assert answer.headers["content-type"] == "application/json"
 
 
+async def test_a_stream_whose_encoder_says_nothing_ends_in_time_and_not_with_a_200(cluster: MediaCluster) -> None:
+    encoder = cluster.pids["encoder-0"]
+    async with cluster.client() as client, unharmed(cluster):
+        os.kill(encoder, signal.SIGSTOP)
+        try:
+            answer = await client.ask(
+                data_uri(encoded(noise((60, 60), 999), "PNG")), "late", stream=True, timeout_s=1.0
+            )
+        finally:
+            os.kill(encoder, signal.SIGCONT)
+        assert (answer.status, answer.code) == (504, "deadline_exceeded")
+        assert answer.headers["content-type"] == "application/json"
+
+
 # --- crowds -----------------------------------------------------------------------------------------------------------
 
 
