@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.routing.clock import Timeline
-from triptych.core.cache_feed import Holding, WorkerLoad
+from triptych.core.cache_feed import Holding, WorkerLoad, number_of
 from triptych.core.expansion import expand
 from triptych.core.plan import Item, Plan
 from triptych.core.worker import Role, WorkerInfo, WorkerState
@@ -78,12 +78,12 @@ class Recency:
 
     def use(self, identity: bytes) -> None:
         if identity not in self._kept:
-            self._journal.stored(self._holding, _number(identity))
+            self._journal.stored(self._holding, number_of(identity))
         self._kept[identity] = None
         self._kept.move_to_end(identity)
         while len(self._kept) > self._capacity:
             gone = self._kept.popitem(last=False)[0]
-            self._journal.removed(self._holding, _number(gone))
+            self._journal.removed(self._holding, number_of(gone))
 
 
 class Encoder:
@@ -231,7 +231,3 @@ def _info(name: str, role: Role, num_pages: int) -> WorkerInfo:
 
 def _patches(item: Item) -> int:
     return item.grid.t * item.grid.h * item.grid.w
-
-
-def _number(identity: bytes) -> int:
-    return int.from_bytes(identity[:8], "big")

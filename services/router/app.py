@@ -27,6 +27,7 @@ from services.router.admission.shared_state import connect
 from services.router.byte_budget import ByteBudget
 from services.router.chat_service import ChatLimits, ChatService
 from services.router.drain import Drain
+from services.router.feeds import Feeds
 from services.router.fetch import FetchLimits, UrlFetcher
 from services.router.fetch_rules import FetchRules
 from services.router.headers import HttpProtocol
@@ -39,6 +40,7 @@ from services.router.planner import Planner, SamplingDefaults
 from services.router.queue import AdmissionQueue
 from services.router.reach import ReachableWorkers
 from services.router.resolver import Resolver
+from services.router.routing.routing import Routing
 from services.router.settings import RouterSettings
 from services.router.tasks import owned_task, unwrapped_group
 from triptych.core.clock import Clock, SystemClock
@@ -87,6 +89,7 @@ class Cluster:
 
     def __init__(self, registry: Workers, adapter: Adapter) -> None:
         self.registry = registry
+        self.routing = Routing()
         self._adapter = adapter
         self._strangers: set[WorkerRef] = set()
 
@@ -128,7 +131,7 @@ async def router_app(
             limits=ChatLimits(settings.max_body_bytes, settings.request_timeout_s, settings.strict),
             reader=reader,
             planner=model.planner,
-            pipeline=Pipeline(cluster.registry, channels, AdmissionQueue(settings.max_queue), clock),
+            pipeline=Pipeline(cluster.registry, channels, AdmissionQueue(settings.max_queue), clock, cluster.routing),
             executor=executor,
             clock=clock,
             new_detokenizer=model.new_detokenizer,
@@ -224,6 +227,7 @@ async def serve(settings: RouterSettings) -> None:
                     group.create_task(tell_of_the_end(tls)),
                     group.create_task(_tend_workers(registry, cluster, channels)),
                     group.create_task(reachable.run(registry)),
+                    group.create_task(Feeds(reachable, channels, cluster.routing).run()),
                     group.create_task(_announce(settings, server, cluster, reachable, listener)),
                     group.create_task(_stop_when_drained(server, drain, settings.drain_timeout_s)),
                 ]

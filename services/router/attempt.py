@@ -33,7 +33,9 @@ from services.router.placement import ClusterView, Path, renewed
 from services.router.queue import AdmissionQueue
 from services.router.routing.forecast import Forecast, Share
 from services.router.routing.homes import Found, Home
+from services.router.routing.picker import Candidate, Picker
 from services.router.routing.prompt import Prompt
+from services.router.routing.reasons import passed_over, reasons
 from services.router.routing.routing import Routing, Trip
 from services.router.tasks import unwrapped_group
 from triptych.core.errors import (
@@ -102,9 +104,14 @@ class Job:
 class Admission:
     """Room at the decode worker of a path."""
 
-    forecast: Forecast
+    candidate: Candidate
+    considered: Sequence[Candidate]
     call: GenerateCall
     grant: Grant
+
+    @property
+    def forecast(self) -> Forecast:
+        return self.candidate.forecast
 
     @property
     def path(self) -> Path:
@@ -196,6 +203,7 @@ class Attempt:
         self._use(Role.DECODE, admission.call.worker)
         self._progress.served_by = Home(admission.path.decode.ref, admission.path.prefill.ref)
         self._trip = self._routing.sent(self._prompt, admission.forecast)
+        _count(self._routing.picker, admission)
         try:
             yield admission
         finally:
@@ -217,10 +225,11 @@ class Attempt:
         refusal: TriptychError | None = None
         full = False
         view = self._view(frozenset(self.failed_workers))
-        for candidate in self._routing.choose(view, self._prompt, self._turn, self._known).ordered:
+        choice = self._routing.choose(view, self._prompt, self._turn, self._known)
+        for candidate in choice.ordered:
             path = candidate.forecast.path
             try:
-                return await self._ask_worker(candidate.forecast)
+                return await self._ask_worker(candidate, choice.considered)
             except NoRoom:
                 full = True
             except RequestTooLarge as error:
@@ -232,14 +241,14 @@ class Attempt:
             return None
         raise refusal
 
-    async def _ask_worker(self, forecast: Forecast) -> Admission:
-        decode = forecast.path.decode
+    async def _ask_worker(self, candidate: Candidate, considered: Sequence[Candidate]) -> Admission:
+        decode = candidate.forecast.path.decode
         self._breakers.asked(decode.worker_id)
         call = GenerateCall(
             self._channels, decode, self._job.ref, self._job.plan_now(), timeout_s=self._job.remaining_s()
         )
         try:
-            return Admission(forecast, call, await call.granted())
+            return Admission(candidate, considered, call, await call.granted())
         except BaseException:
             call.cancel()
             raise
@@ -369,3 +378,10 @@ class Attempt:
             if isinstance(error, calls.CutOff):
                 self.lost_workers.add(worker.worker_id)
             raise
+
+
+def _count(picker: Picker, admission: Admission) -> None:
+    for stage, reason in reasons(admission.candidate, admission.considered):
+        metrics.ROUTING_CHOICES.labels(stage, reason).inc()
+    for reason in passed_over(picker, admission.candidate, admission.considered):
+        metrics.ROUTING_PASSED_OVER.labels(reason).inc()

@@ -315,7 +315,9 @@ def _decode_event(message: decode_pb2.GenerateResponse) -> DecodeEvent:
 def _prefill_event(message: prefill_pb2.PrefillResponse) -> PrefillEvent:
     match message.WhichOneof("kind"):
         case "admitted":
-            return Admitted(message.admitted.cached_tokens)
+            admitted = message.admitted
+            missing = frozenset(admitted.missing.item_indices) if admitted.HasField("missing") else None
+            return Admitted(admitted.cached_tokens, missing)
         case "need_items":
             return NeedItems(tuple(message.need_items.item_indices))
         case "first_token":

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triptych.core.cache_feed import Change, FeedKind, FeedMessage, Holding, WorkerLoad
 from triptych.core.errors import InvalidRequest, MediaMismatch, TriptychError
 from triptych.core.expansion import check_ranges
 from triptych.core.grant import Grant, GroupRegions, Region
@@ -35,6 +36,7 @@ from triptych.core.timeline import EVENTS, TimelineEvent
 from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.rpc import convert
 from triptych.wire.v1 import common_pb2 as pb
+from triptych.wire.v1 import feed_pb2 as feed_pb
 from triptych.wire.v1 import registry_pb2 as registry_pb
 
 names = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,40}", fullmatch=True)
@@ -376,3 +378,45 @@ def test_finish_reasons() -> None:
         convert.finish_reason_from_proto(pb.FINISH_REASON_UNSPECIFIED)
     with pytest.raises(InvalidRequest):
         convert.source_from_proto(pb.EMBEDDING_SOURCE_UNSPECIFIED)
+
+
+# --- feeds ------------------------------------------------------------------------------------------------------------
+
+numbers = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(tuple)
+rates = st.none() | st.floats(1e-3, 1e9)
+counts = st.integers(0, 2**40)
+loads = st.builds(WorkerLoad, counts, counts, st.none() | st.integers(0, 2**20), st.integers(0, 2**20), rates, rates)
+feeds = st.builds(
+    FeedMessage,
+    epochs,
+    counts,
+    st.sampled_from(FeedKind),
+    st.dictionaries(st.sampled_from(Holding), st.builds(Change, numbers, numbers)),
+    st.none() | loads,
+)
+
+
+@given(feeds)
+def test_a_feed_comes_back_equal(message: FeedMessage) -> None:
+    assert convert.feed_from_proto(convert.feed_to_proto(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_a_feed_of_any_bytes_is_checked(data: bytes) -> None:
+    message = feed_pb.WatchResponse()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        return
+    try:
+        found = convert.feed_from_proto(message)
+    except InvalidRequest:
+        return
+    assert found.epoch >= 1 and found.kind in FeedKind
+
+
+def test_a_feed_without_end_is_refused() -> None:
+    change = feed_pb.HoldingChange(holding=feed_pb.HOLDING_PAGE, stored=range(10_001))
+    message = feed_pb.WatchResponse(epoch=1, kind=feed_pb.FEED_KIND_DELTA, changes=[change])
+    with pytest.raises(InvalidRequest, match="10000"):
+        convert.feed_from_proto(message)

@@ -10,14 +10,12 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from triptych.core.plan import Item
-
 
 class Holding(enum.Enum):
     """What a number in the feed is the number of.
 
     PAGE: a page of KV in the radix tree (`kv/page_chain.py`). LANDED: an embedding in a prefill worker's landing arena;
-    ENCODED: one in an encoder's cache (both by `item_number`).
+    ENCODED: one in an encoder's cache (both by `number_of`).
     """
 
     PAGE = "page"
@@ -74,6 +72,6 @@ class FeedMessage:
     load: WorkerLoad | None = None
 
 
-def item_number(item: Item) -> int:
+def number_of(identity: bytes) -> int:
     """The short name of an item's embedding: the first 8 bytes of its identity."""
-    return int.from_bytes(item.identity[:8], "big")
+    return int.from_bytes(identity[:8], "big")

@@ -13,6 +13,7 @@ import torch
 from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, TriptychError
 from triptych.core.plan import Grid
+from triptych.core.rate import RateMeter
 from triptych.engine.delivery import Delivery, RowsWriter
 from triptych.engine.timeslice import lengthen_time_slice
 from triptych.faults import points
@@ -62,6 +63,7 @@ class EncodeEngine:
 
     def __init__(self, part: VisionPart, max_patches: int, max_items: int, clock: Clock) -> None:
         self.part = part
+        self.rate = RateMeter()
         self._budget = PassBudget(max_patches, max_items)
         self._clock = clock
         self._inbox: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -153,7 +155,9 @@ class EncodeEngine:
             waiting.future.set_result(Encoded(rows, writers, start_ns, end_ns))
         metrics.ENCODER_BATCH_SECONDS.observe((end_ns - start_ns) / 1e9)
         metrics.ENCODER_BATCH_ITEMS.observe(len(batch))
-        metrics.ENCODER_PATCHES.inc(sum(waiting.patches for waiting in batch))
+        num_patches = sum(waiting.patches for waiting in batch)
+        self.rate.add(num_patches, (end_ns - start_ns) / 1e9)
+        metrics.ENCODER_PATCHES.inc(num_patches)
         metrics.ENCODER_EMBEDDING_TOKENS.inc(sum(rows.shape[0] for rows in outputs))
 
     def _await_device(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from triptych.core.cache_feed import WorkerLoad
 from triptych.core.lifecycle import Phase
+from triptych.core.rate import RateMeter
 from triptych.engine.landing import LandingTable
 from triptych.engine.retraction import Retraction
 from triptych.engine.sequence import Sequence
@@ -33,6 +36,22 @@ def publish(
         metrics.PREFILL_RUNNING.set(len(running) - decoding)
         for state, num_bytes in landing.counts_bytes().items():
             metrics.LANDING_BYTES.labels(state).set(num_bytes)
+
+
+def load_of(living: Iterable[Sequence], manager: CacheManager, rate: RateMeter) -> WorkerLoad:
+    """What routers are told. A prompt that waits for its reservation counts as a whole."""
+    waiting_tokens = num_decoding = 0
+    for sequence in living:
+        if sequence.phase is Phase.DECODING:
+            num_decoding += 1
+        else:
+            waiting_tokens += max(sequence.num_known - sequence.num_computed, 0)
+    return WorkerLoad(
+        waiting_tokens=waiting_tokens,
+        free_pages=max(manager.num_available, 0),
+        num_decoding=num_decoding,
+        tokens_per_s=rate.per_s,
+    )
 
 
 def withdraw(stage: str, manager: CacheManager, landing: LandingTable) -> None:

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from triptych.core.cache_feed import Holding, number_of
 from triptych.core.plan import Grid, Item
+from triptych.kv.journal import Journal
 from triptych.transport.slots import Slot
 
 
@@ -49,10 +51,12 @@ class Landed:
 
 
 class LandedCache:
-    """Owner of all that landed. `capacity_bytes` bounds what is idle; 0 keeps nothing."""
+    """Owner of all that landed. `capacity_bytes` bounds what is idle; 0 keeps nothing. `journal` hears of what can be
+    found and what cannot any more."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, journal: Journal | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self._journal = journal
         self.idle_bytes = 0
         self._by_identity: dict[bytes, Landed] = {}
         self._idle: OrderedDict[bytes, Landed] = OrderedDict()
@@ -72,6 +76,8 @@ class LandedCache:
         if former is not None and former.content == entry.content:
             return []  # landed twice at once: the first keeps the name
         self._by_identity[entry.content.identity] = entry
+        if self._journal is not None:
+            self._journal.stored(Holding.LANDED, number_of(entry.content.identity))
         if former is None or former.num_leases:
             return []
         self._take_from_idle(former)
@@ -92,7 +98,7 @@ class LandedCache:
         if self._by_identity.get(entry.content.identity) is not entry:
             return [entry]
         if entry.num_bytes > self.capacity_bytes:
-            del self._by_identity[entry.content.identity]
+            self._lose(entry)
             return [entry]
         gone: list[Landed] = []
         while self.idle_bytes + entry.num_bytes > self.capacity_bytes:
@@ -105,9 +111,15 @@ class LandedCache:
         """The idle one that was used longest ago; empty when all are leased."""
         for entry in self._idle.values():
             self._take_from_idle(entry)
-            del self._by_identity[entry.content.identity]
+            self._lose(entry)
             return [entry]
         return []
+
+    def _lose(self, entry: Landed) -> None:
+        """It is not found any more."""
+        del self._by_identity[entry.content.identity]
+        if self._journal is not None:
+            self._journal.removed(Holding.LANDED, number_of(entry.content.identity))
 
     def _take_from_idle(self, entry: Landed) -> None:
         del self._idle[entry.content.identity]

@@ -25,6 +25,7 @@ import torch
 from triptych.core.errors import StaleAttempt, TransferRefused
 from triptych.core.ids import AttemptRef, WorkerRef
 from triptych.engine.landed_cache import Content, Landed, LandedCache
+from triptych.kv.journal import Journal
 from triptych.transport.slots import Slot, SlotAllocator
 
 
@@ -58,9 +59,9 @@ class LandingSlot:
 class LandingTable:
     """All slots in use. Owner of the arena's bookkeeping: free + owned + cached + quarantined = capacity, always."""
 
-    def __init__(self, book: SlotAllocator, cache_bytes: int = 0) -> None:
+    def __init__(self, book: SlotAllocator, cache_bytes: int = 0, journal: Journal | None = None) -> None:
         self._book = book
-        self._cache = LandedCache(cache_bytes)
+        self._cache = LandedCache(cache_bytes, journal)
         self._living: dict[SlotKey, LandingSlot] = {}
         self._leased: dict[SlotKey, Landed] = {}
         self._quarantined: dict[int, LandingSlot] = {}  # by slot: an attempt may leave several behind for one item

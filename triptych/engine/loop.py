@@ -18,12 +18,14 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
+from triptych.core.cache_feed import WorkerLoad
 from triptych.core.clock import Clock
 from triptych.core.errors import Aborted, NoRoom, StaleAttempt, TriptychError
 from triptych.core.ids import AttemptRef
 from triptych.core.lifecycle import TERMINAL, Phase, advance
 from triptych.core.plan import EmbeddingSource, FinishReason, Token
-from triptych.engine.gauges import publish, withdraw
+from triptych.core.rate import RateMeter
+from triptych.engine.gauges import load_of, publish, withdraw
 from triptych.engine.handoff import push_pages
 from triptych.engine.inbox import Inbox
 from triptych.engine.landing import LandingTable
@@ -48,6 +50,8 @@ T = TypeVar("T")
 IDLE_WAIT_S = 0.2
 STUCK_AFTER_S = 30.0
 MAX_FAILED_TURNS = 3
+# Of prompts, in one step. Fewer tell of what a step costs, not of what a token does.
+LEAST_MEASURED_TOKENS = 16
 INTERNAL_ERROR = "the worker met an internal error"
 
 
@@ -102,6 +106,8 @@ class LanguageEngine:
         self._seats = Seats(self._running, self._living, self._settle, self._drop)
         self._retraction = Retraction(self._seats, self._residency, parking, manager.page_tokens, clock)
         self._num_arrived = 0
+        self._rate = RateMeter()
+        self.load = WorkerLoad()  # a new value each turn, for whoever asks from whatever thread
         self._under_way: Step | None = None
         self._stopping = False
         self._num_failed_turns = 0
@@ -295,6 +301,7 @@ class LanguageEngine:
         if before is not None:
             self._land(before)
         publish(self._stage, self.manager, self.landing, self._running, len(self._waiting), self._retraction)
+        self.load = load_of(self._living.values(), self.manager, self._rate)
         is_idle = before is None and launched is None and not has_retracted
         self._inbox.run_waiting(timeout_s=IDLE_WAIT_S if is_idle else 0)
 
@@ -366,7 +373,11 @@ class LanguageEngine:
             return
         step.end()
         bugs = [error for error in self._apply_all(step, output) if not isinstance(error, TriptychError)]
-        metrics.STEP_SECONDS.labels(self._stage).observe((self._clock.monotonic_ns() - step.start_ns) / 1e9)
+        took_s = (self._clock.monotonic_ns() - step.start_ns) / 1e9
+        metrics.STEP_SECONDS.labels(self._stage).observe(took_s)
+        num_prompt = sum(piece.count for piece in step.pieces if piece.count > 1)
+        if num_prompt >= LEAST_MEASURED_TOKENS:
+            self._rate.add(num_prompt, took_s)
         metrics.STEP_TOKENS.labels(self._stage).observe(sum(piece.count for piece in step.pieces))
         if bugs:
             raise StepFailed from bugs[0]

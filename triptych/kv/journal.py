@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from triptych.core.cache_feed import Change, FeedKind, FeedMessage, Holding, WorkerLoad
 
 MAX_BATCHES = 256
-MAX_NUMBERS = 50_000
-"""In one message: 9 bytes each at most, far below gRPC's 4 MiB."""
+MAX_NUMBERS = 10_000
+"""In one message: a millisecond of the listener's event loop."""
 
 Changes = Mapping[Holding, Change]
 

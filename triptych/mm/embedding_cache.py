@@ -7,6 +7,7 @@ embedding from under a batch that is being assembled.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from triptych.core.plan import Grid, Item
@@ -33,10 +34,12 @@ class CacheKey(NamedTuple):
 
 
 class EmbeddingCache(Generic[V]):
-    """Owner of cached embeddings. Used from one thread."""
+    """Owner of cached embeddings. Used from one thread. `told` hears of each identity that is kept from now on (True)
+    or not any more."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, told: Callable[[bytes, bool], None] | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self._told = told
         self.num_bytes = 0
         self._entries: OrderedDict[CacheKey, tuple[V, int]] = OrderedDict()
 
@@ -63,14 +66,21 @@ class EmbeddingCache(Generic[V]):
         self.evict(self.capacity_bytes - num_bytes)
         self._entries[key] = (value, num_bytes)
         self.num_bytes += num_bytes
+        if self._told is not None:
+            self._told(key.identity, True)
 
     def drop(self, key: CacheKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self.num_bytes -= entry[1]
+            self._lost(key, entry[1])
 
     def evict(self, target_bytes: int) -> None:
         """Shrinks to at most `target_bytes`."""
         while self.num_bytes > target_bytes and self._entries:
-            _, (_, num_bytes) = self._entries.popitem(last=False)
-            self.num_bytes -= num_bytes
+            key, (_, num_bytes) = self._entries.popitem(last=False)
+            self._lost(key, num_bytes)
+
+    def _lost(self, key: CacheKey, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        if self._told is not None:
+            self._told(key.identity, False)

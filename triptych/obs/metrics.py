@@ -69,6 +69,16 @@ FOLLOW_UP_TURNS = Counter(
     "Answers in conversations that workers have served before, by whether the same ones served them again",
     ("served",),
 )
+ROUTING_CHOICES = Counter(
+    "triptych_routing_choices_total",
+    "Why workers were chosen: one for each stage of a request, and each picture",
+    ("stage", "reason"),
+)
+ROUTING_PASSED_OVER = Counter(
+    "triptych_routing_passed_over_total", "Paths that were asked last, by what spoke against them", ("reason",)
+)
+ROUTING_FEEDS = Gauge("triptych_routing_feeds", "Workers that tell this router what they hold")
+ROUTING_RESYNCS = Counter("triptych_routing_resyncs_total", "Feeds of workers that were begun anew")
 ROUTER_INFLIGHT = Gauge("triptych_router_inflight_requests", "Requests that are being served")
 PROMPT_TOKENS = Counter("triptych_prompt_tokens_total", "Prompt tokens of admitted requests, embedding rows included")
 COMPLETION_TOKENS = Counter("triptych_completion_tokens_total", "Tokens answered")

@@ -18,6 +18,8 @@ from triptych.wire.v1 import (
     decode_pb2_grpc,
     encoder_pb2,
     encoder_pb2_grpc,
+    feed_pb2,
+    feed_pb2_grpc,
     lines_pb2,
     lines_pb2_grpc,
     prefill_pb2,
@@ -115,6 +117,10 @@ class RegistryStub(Protocol):
     Describe: grpc.aio.UnaryUnaryMultiCallable[registry_pb2.DescribeRequest, registry_pb2.DescribeResponse]
 
 
+class CacheFeedStub(Protocol):
+    Watch: grpc.aio.UnaryStreamMultiCallable[feed_pb2.WatchRequest, feed_pb2.WatchResponse]
+
+
 class LinesStub(Protocol):
     Hold: grpc.aio.UnaryStreamMultiCallable[lines_pb2.HoldRequest, lines_pb2.HoldResponse]
 
@@ -142,6 +148,10 @@ def transfer_stub(channels: ChannelPool, worker: WorkerInfo) -> TransferStub:
 
 def registry_stub(channels: ChannelPool, worker: WorkerInfo) -> RegistryStub:
     return cast(RegistryStub, _stub(registry_pb2_grpc.WorkerRegistryStub, channels, worker))
+
+
+def cache_feed_stub(channels: ChannelPool, worker: WorkerInfo) -> CacheFeedStub:
+    return cast(CacheFeedStub, _stub(feed_pb2_grpc.CacheFeedStub, channels, worker))
 
 
 def lines_stub(channels: ChannelPool, worker: WorkerInfo) -> LinesStub:

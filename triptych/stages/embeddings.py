@@ -95,12 +95,14 @@ class EmbeddingSupply:
         cache_bytes: int,
         room: EncodeRoom,
         clock: Clock,
+        told: Callable[[bytes, bool], None] | None = None,
     ) -> None:
+        """`told` hears of each identity that is cached from now on, or not any more."""
         self._engine = engine
         self._pictures = pictures
         self._grid_of = grid_of
         self._room = room
-        self._cache: EmbeddingCache[torch.Tensor] = EmbeddingCache(cache_bytes)
+        self._cache: EmbeddingCache[torch.Tensor] = EmbeddingCache(cache_bytes, told)
         self._flights: dict[CacheKey, _Flight] = {}
         self._clock = clock
         self._dtype_name = str(engine.part.dtype).removeprefix("torch.")
@@ -109,6 +111,16 @@ class EmbeddingSupply:
     def num_parameters(self) -> int:
         """Parameters of the vision part that was loaded."""
         return self._engine.part.num_parameters
+
+    @property
+    def waiting_patches(self) -> int:
+        """Of pictures that are here and not encoded."""
+        return sum(grid_patches(key.grid) for key in self._flights)
+
+    @property
+    def patches_per_s(self) -> float | None:
+        """Of the tower's passes, of late."""
+        return self._engine.rate.per_s
 
     @property
     def row_bytes(self) -> int:

@@ -10,6 +10,7 @@ from triptych.core.clock import Clock
 from triptych.core.errors import StartupError
 from triptych.engine.landing import LandingTable
 from triptych.engine.loop import EngineLimits, LanguageEngine, LogitsObserver
+from triptych.kv.journal import Journal
 from triptych.kv.manager import CacheManager
 from triptych.kv.pool import PoolShape
 from triptych.model.adapters.base import Adapter
@@ -69,8 +70,9 @@ def build_engine(
     clock: Clock,
     stage: str,
     observer: LogitsObserver | None = None,
+    journal: Journal | None = None,
 ) -> LanguageEngine:
-    """Loads the language model and wires an engine (not started) over `pool`."""
+    """Loads the language model and wires an engine (not started) over `pool`. `journal` hears of its caches."""
     part = adapter.load_language(compute.dtype, compute.device)
     metrics.MODEL_PARAMETERS.labels("language").set(part.num_parameters)
     runner = LanguageRunner(part, pool, settings.page_tokens, adapter.lookup_id)
@@ -83,7 +85,7 @@ def build_engine(
         row_bytes=adapter.row_elements * compute.dtype.itemsize,
         host_pool_bytes=settings.host_pool_bytes,
     )
-    manager = CacheManager(pool.shape[2], settings.page_tokens, poisoned_pages(pool) if settings.poison_freed else None)
-    return LanguageEngine(
-        runner, manager, LandingTable(slots, settings.landed_cache_bytes), limits, clock, stage, observer
-    )
+    on_free = poisoned_pages(pool) if settings.poison_freed else None
+    manager = CacheManager(pool.shape[2], settings.page_tokens, on_free, journal)
+    landing = LandingTable(slots, settings.landed_cache_bytes, journal)
+    return LanguageEngine(runner, manager, landing, limits, clock, stage, observer)

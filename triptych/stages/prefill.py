@@ -18,6 +18,7 @@ from triptych.core.kv_format import PageFormat, conversion
 from triptych.core.plan import FinishReason, Plan, Token, Usage
 from triptych.core.timeline import Timeline
 from triptych.engine.loop import LanguageEngine
+from triptych.engine.sequence import Sequence
 from triptych.model.adapters.base import Adapter
 from triptych.obs import metrics
 from triptych.rpc import convert
@@ -107,6 +108,7 @@ class _PrefillRun:
         self._events = EventStream(asyncio.get_running_loop())
         self._timeline = Timeline("prefill", parts.worker.worker_id, parts.clock, ref.attempt)
         self._link: KvLink | None = None
+        self._sequence: Sequence | None = None
         self._is_handed_over = False
         self._committing: asyncio.Task[None] | None = None
         self._cached_tokens = 0
@@ -125,7 +127,7 @@ class _PrefillRun:
                 case Admitted(cached_tokens):
                     self._cached_tokens = cached_tokens
                     self._parts.landing.admitted(self._ref)
-                    yield pb.PrefillResponse(admitted=pb.PrefillAdmitted(cached_tokens=cached_tokens))
+                    yield pb.PrefillResponse(admitted=self._admitted(cached_tokens))
                     if not self._is_local:
                         await self._bind()
                 case Sampled(tokens):
@@ -141,6 +143,12 @@ class _PrefillRun:
                 case Finished(reason):
                     yield self._done(reason)
                     return
+
+    def _admitted(self, cached_tokens: int) -> pb.PrefillAdmitted:
+        """With the pictures that somebody has to bring: the router may have sent for fewer."""
+        pending = self._sequence.items if self._sequence is not None else []
+        missing = [index for index, item in enumerate(pending) if item.source is None]
+        return pb.PrefillAdmitted(cached_tokens=cached_tokens, missing=pb.NeedItems(item_indices=missing))
 
     def clean_up(self) -> None:
         """However the call ended: nothing of it stays here, and decode learns of a grant that will not be used."""
@@ -158,6 +166,7 @@ class _PrefillRun:
             sink, decode_timeline = SplitStream(self._events, answer.stream), answer.timeline
         sequence = new_sequence(self._ref, self._plan, parts.adapter, sink, self._timeline, decode_timeline)
         sequence.needs_handoff = not self._is_local
+        self._sequence = sequence
         self._position_delta = sequence.position_delta
         parts.landing.expect(self._ref)
         parts.engine.post(partial(parts.engine.submit, sequence))

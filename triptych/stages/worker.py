@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from triptych.core.cache_feed import Holding, WorkerLoad, number_of
 from triptych.core.clock import Clock, SystemClock
 from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef, new_epoch
@@ -24,6 +25,7 @@ from triptych.core.worker import Role, WorkerInfo, WorkerState
 from triptych.engine.encoder import EncodeEngine
 from triptych.engine.loop import LanguageEngine, LogitsObserver
 from triptych.kv.grants import GrantTable
+from triptych.kv.journal import Journal
 from triptych.kv.pages import PageLayout
 from triptych.kv.pool import PoolPages, PoolShape, copy_pages, view_pool
 from triptych.media.pool import MediaPool
@@ -43,6 +45,7 @@ from triptych.stages.device_memory import is_device_only, offers_device, open_dr
 from triptych.stages.embeddings import EmbeddingSupply
 from triptych.stages.encode_room import EncodeRoom
 from triptych.stages.encoder import EncoderStage
+from triptych.stages.feed import FeedStage
 from triptych.stages.landing import EmbeddingLanding
 from triptych.stages.language import ComputeChoice, build_engine, choose_compute, pool_shape
 from triptych.stages.links import RegistryLinks, tend_peers
@@ -64,7 +67,7 @@ from triptych.transport.servicer import TransferServicer
 from triptych.transport.shm import SharedSegment
 from triptych.transport.slots import SlotAllocator
 from triptych.transport.types import Arena, ArenaKind, Endpoint
-from triptych.wire.v1 import decode_pb2_grpc, encoder_pb2_grpc, prefill_pb2_grpc, transfer_pb2_grpc
+from triptych.wire.v1 import decode_pb2_grpc, encoder_pb2_grpc, feed_pb2_grpc, prefill_pb2_grpc, transfer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +161,7 @@ class Worker:
         self._engines: list[_Engine] = []
         self._line_methods: dict[int, LineMethod] = {}
         self.ref = WorkerRef(plan.common.worker_id, new_epoch())
+        self._journal = Journal(self.ref.epoch)
         self._transfer: TransferServicer | None = None
         self.media_pool: MediaPool | None = None
         self.supply: EmbeddingSupply | None = None
@@ -292,6 +296,7 @@ class Worker:
             settings.embedding_cache_bytes,
             EncodeRoom(ROOM_PASSES * max_patches, self._clock),
             self._clock,
+            self._tell_encoded,
         )
         self._run_engine(engine)
         stage = EncoderStage(
@@ -318,7 +323,16 @@ class Worker:
         slots = SlotAllocator(settings.landing_bytes, on_free=spoil)
         stage_name = "prefill" if self._plan.prefill is not None else "decode"
         engine = await asyncio.to_thread(
-            build_engine, adapter, settings, compute, tensor, slots, self._clock, stage_name, self._observer
+            build_engine,
+            adapter,
+            settings,
+            compute,
+            tensor,
+            slots,
+            self._clock,
+            stage_name,
+            self._observer,
+            self._journal,
         )
         self.language_engine = engine
         self._run_engine(engine)
@@ -427,11 +441,14 @@ class Worker:
         assert self.link_pool is not None, "it was built"
         await self._offer_lines()
         add_describe(self._server, self._describe)
+        feed = FeedStage(self._journal, self._load)
+        self._server.add(feed_pb2_grpc.add_CacheFeedServicer_to_server, feed)
         port = await self._server.start()
         https = None if self._tls is None else self._tls.https
         metrics_port = metrics.serve_metrics(common.host, common.metrics_port, https)
         beside_it = {
             "registry": self._registry.run(),
+            "feed": feed.run(),
             "peers": tend_peers(self._registry, self.link_pool, self._channels),
             "tls-end": tell_of_the_end(self._tls),
         }
@@ -463,6 +480,18 @@ class Worker:
         await self._server.set_serving(True)
         self._registry.announce(self.info)
         log.info("ready", extra={"worker_id": self.ref.worker_id, "port": port, "metrics_port": metrics_port})
+
+    def _load(self) -> WorkerLoad:
+        """What routers are told, of all that this process does."""
+        engine, supply = self.language_engine, self.supply
+        load = WorkerLoad() if engine is None else engine.load
+        if supply is None:
+            return load
+        return replace(load, waiting_patches=supply.waiting_patches, patches_per_s=supply.patches_per_s)
+
+    def _tell_encoded(self, identity: bytes, is_cached: bool) -> None:
+        tell = self._journal.stored if is_cached else self._journal.removed
+        tell(Holding.ENCODED, number_of(identity))
 
     def _parameter_counts(self) -> dict[str, int]:
         counts: dict[str, int] = {}

@@ -20,6 +20,7 @@ import torch
 
 from services.router.chat_request import ChatRequest as ApiRequest
 from services.router.chat_request import SamplingOptions
+from services.router.feeds import Feeds
 from services.router.image_header import read_image_header
 from services.router.media import Media
 from services.router.pipeline import Batch, Done, Pipeline
@@ -166,6 +167,8 @@ class InProcessCluster:
         channels = ChannelPool(self._runtime.token(), load_tls(self._tls))
         self._exit.push_async_callback(channels.close)
         self.pipeline = Pipeline(registry, channels, AdmissionQueue(1024), SystemClock())
+        feeds = asyncio.create_task(Feeds(registry, channels, self.pipeline.routing).run())
+        self._exit.push_async_callback(_ended, feeds)
         tokenizer = ChatTokenizer(self.adapter.model_dir, self.adapter.image_placeholder_id)
         self.planner = Planner(self.adapter, tokenizer, SamplingDefaults(0.0, 1.0))
         return self
@@ -270,6 +273,11 @@ class InProcessCluster:
             tls_key=None if self._tls is None else self._tls.key,
             tls_ca=None if self._tls is None else self._tls.ca,
         )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _message(message: Mapping[str, Any]) -> ChatMessage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from triptych.core.cache_feed import item_number
+from triptych.core.cache_feed import number_of
 from triptych.core.expansion import expand
 from triptych.core.plan import Item, Plan
 from triptych.kv.page_chain import page_numbers, root_number
@@ -27,7 +27,7 @@ class Picture:
     @classmethod
     def of(cls, index: int, item: Item) -> Picture:
         num_patches = item.grid.t * item.grid.h * item.grid.w
-        return cls(index, item.identity, item_number(item), num_patches, item.end)
+        return cls(index, item.identity, number_of(item.identity), num_patches, item.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from triptych.rpc.convert.answers import (
     usage_from_proto,
     usage_to_proto,
 )
+from triptych.rpc.convert.feed import feed_from_proto, feed_to_proto
 from triptych.rpc.convert.grant import (
     capability_from_proto,
     grant_from_proto,
@@ -105,6 +106,8 @@ __all__ = [
     "capability_from_proto",
     "event_from_proto",
     "event_to_proto",
+    "feed_from_proto",
+    "feed_to_proto",
     "finish_reason_from_proto",
     "finish_reason_to_proto",
     "grant_from_proto",

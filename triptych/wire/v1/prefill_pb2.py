@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triptych.wire.v1 import common_pb2 as triptych_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/wire/v1/prefill.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"\x89\x01\n\x0ePrefillRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.triptych.wire.v1.Plan\x12&\n\x05grant\x18\x03 \x01(\x0b\x32\x17.triptych.wire.v1.Grant\"\xea\x01\n\x0fPrefillResponse\x12\x35\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32!.triptych.wire.v1.PrefillAdmittedH\x00\x12\x31\n\nneed_items\x18\x02 \x01(\x0b\x32\x1b.triptych.wire.v1.NeedItemsH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.triptych.wire.v1.TokenH\x00\x12\x35\n\x0cprefill_done\x18\x04 \x01(\x0b\x32\x1d.triptych.wire.v1.PrefillDoneH\x00\x42\x06\n\x04kind\"(\n\x0fPrefillAdmitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"!\n\tNeedItems\x12\x14\n\x0citem_indices\x18\x01 \x03(\r\"\x9f\x01\n\x0bPrefillDone\x12\x35\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1e.triptych.wire.v1.FinishReason\x12&\n\x05usage\x18\x02 \x01(\x0b\x32\x17.triptych.wire.v1.Usage\x12\x31\n\x08timeline\x18\x03 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent2[\n\x07Prefill\x12P\n\x07Prefill\x12 .triptych.wire.v1.PrefillRequest\x1a!.triptych.wire.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriptych/wire/v1/prefill.proto\x12\x10triptych.wire.v1\x1a\x1dtriptych/wire/v1/common.proto\"\x89\x01\n\x0ePrefillRequest\x12)\n\x03ref\x18\x01 \x01(\x0b\x32\x1c.triptych.wire.v1.AttemptRef\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.triptych.wire.v1.Plan\x12&\n\x05grant\x18\x03 \x01(\x0b\x32\x17.triptych.wire.v1.Grant\"\xea\x01\n\x0fPrefillResponse\x12\x35\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32!.triptych.wire.v1.PrefillAdmittedH\x00\x12\x31\n\nneed_items\x18\x02 \x01(\x0b\x32\x1b.triptych.wire.v1.NeedItemsH\x00\x12.\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.triptych.wire.v1.TokenH\x00\x12\x35\n\x0cprefill_done\x18\x04 \x01(\x0b\x32\x1d.triptych.wire.v1.PrefillDoneH\x00\x42\x06\n\x04kind\"V\n\x0fPrefillAdmitted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12,\n\x07missing\x18\x02 \x01(\x0b\x32\x1b.triptych.wire.v1.NeedItems\"!\n\tNeedItems\x12\x14\n\x0citem_indices\x18\x01 \x03(\r\"\x9f\x01\n\x0bPrefillDone\x12\x35\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1e.triptych.wire.v1.FinishReason\x12&\n\x05usage\x18\x02 \x01(\x0b\x32\x17.triptych.wire.v1.Usage\x12\x31\n\x08timeline\x18\x03 \x03(\x0b\x32\x1f.triptych.wire.v1.TimelineEvent2[\n\x07Prefill\x12P\n\x07Prefill\x12 .triptych.wire.v1.PrefillRequest\x1a!.triptych.wire.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLRESPONSE']._serialized_start=224
   _globals['_PREFILLRESPONSE']._serialized_end=458
   _globals['_PREFILLADMITTED']._serialized_start=460
-  _globals['_PREFILLADMITTED']._serialized_end=500
-  _globals['_NEEDITEMS']._serialized_start=502
-  _globals['_NEEDITEMS']._serialized_end=535
-  _globals['_PREFILLDONE']._serialized_start=538
-  _globals['_PREFILLDONE']._serialized_end=697
-  _globals['_PREFILL']._serialized_start=699
-  _globals['_PREFILL']._serialized_end=790
+  _globals['_PREFILLADMITTED']._serialized_end=546
+  _globals['_NEEDITEMS']._serialized_start=548
+  _globals['_NEEDITEMS']._serialized_end=581
+  _globals['_PREFILLDONE']._serialized_start=584
+  _globals['_PREFILLDONE']._serialized_end=743
+  _globals['_PREFILL']._serialized_start=745
+  _globals['_PREFILL']._serialized_end=836
 # @@protoc_insertion_point(module_scope)

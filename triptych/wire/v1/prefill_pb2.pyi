@@ -30,10 +30,12 @@ class PrefillResponse(_message.Message):
     def __init__(self, admitted: _Optional[_Union[PrefillAdmitted, _Mapping]] = ..., need_items: _Optional[_Union[NeedItems, _Mapping]] = ..., first_token: _Optional[_Union[_common_pb2.Token, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
 
 class PrefillAdmitted(_message.Message):
-    __slots__ = ("cached_tokens",)
+    __slots__ = ("cached_tokens", "missing")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
-    def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
+    missing: NeedItems
+    def __init__(self, cached_tokens: _Optional[int] = ..., missing: _Optional[_Union[NeedItems, _Mapping]] = ...) -> None: ...
 
 class NeedItems(_message.Message):
     __slots__ = ("item_indices",)
