@@ -378,6 +378,42 @@ async def test_a_redis_that_forgets_all_learns_again_who_is_under_way(redis: Red
         assert one.state.is_up and other.state.is_up
 
 
+async def waits_for(router: Router, redis: RedisServer) -> bool:
+    """Whether a request stands still with a Redis that does."""
+    assert await router.enters(FEW, "first")
+    redis.freeze()
+    try:
+        async with asyncio.timeout(TIMEOUT_S * 4):
+            await router.enters(FEW, "second")
+    except TimeoutError:
+        return True
+    return False
+
+
+async def test_a_router_that_waits_is_found(redis: RedisServer) -> None:
+    async with router_at(redis.url, timeout_s=TIMEOUT_S) as router:
+        assert not await waits_for(router, redis)
+    redis.thaw()
+    async with router_at(redis.url, timeout_s=3600.0) as router:
+        assert await waits_for(router, redis)
+
+
+async def test_a_router_that_counts_only_there_is_found(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it must decide alone it knows nothing of those that it has let in."""
+
+    async def let_in_after_a_loss() -> int:
+        async with router_at(redis.url, timeout_s=TIMEOUT_S) as router:
+            assert await router.entered(TWO, 2, "before") == 2
+            redis.kill()
+            number = await router.entered(TWO, 2, "after")
+            redis.start_again()
+            return number
+
+    assert await let_in_after_a_loss() == 0
+    monkeypatch.setattr(Ledger, "entered_elsewhere", lambda self, now_s: None)
+    assert await let_in_after_a_loss() == 2
+
+
 @contextlib.asynccontextmanager
 async def slow_way_to(port: int, delay_s: float) -> AsyncIterator[int]:
     """A port behind which everything comes later."""

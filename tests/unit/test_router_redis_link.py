@@ -20,6 +20,7 @@ from services.router.admission.redis_link import (
     parse_address,
     read_reply,
 )
+from tests.redis_house import REQUIRED, redis_binary
 
 
 async def read(data: bytes) -> object:
@@ -139,3 +140,12 @@ def test_a_file_that_is_no_authority(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("x")
     with pytest.raises(OSError, match=r"."):
         parse_address("rediss://h", None, tmp_path / "ca.pem")
+
+
+def test_in_ci_the_tests_of_a_real_redis_do_not_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for required, outcome in (("", pytest.skip.Exception), ("required", pytest.fail.Exception)):
+        monkeypatch.setenv(REQUIRED, required)
+        with pytest.raises(outcome, match="redis-server"):
+            redis_binary()
+    assert f"export {REQUIRED}=required" in (Path(__file__).parents[2] / ".ci" / "run").read_text()
