@@ -40,7 +40,7 @@ def _run(options: Options) -> Mapping[str, Any]:
     keys = all_keys(results)
     if options.only:
         keys = {options.only: keys[options.only]}
-    settings = {"quick": options.quick, "only": options.only, "workers": options.workers}
+    settings = {"quick": options.quick, "only": options.only, "workers": options.workers, "calls": results.calls}
     written = as_json(results, keys, settings)
     write(options.out, written, keys)
     if options.json not in (None, STDOUT):
@@ -64,6 +64,7 @@ def _parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--model", type=Path, default=ROOT / "assets" / "demo-vl", help="whose tokenizer is used")
     parser.add_argument("--workers", type=int, default=1, help="processes of the router")
+    parser.add_argument("--elsewhere", action="store_true", help="the fakes say that they are on another host")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     return Options(**vars(parser.parse_args(argv)))
 

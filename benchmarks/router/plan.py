@@ -44,6 +44,7 @@ class Options:
     out: Path
     json: str | None
     workers: int
+    elsewhere: bool
 
     @property
     def size(self) -> Size:
@@ -67,8 +68,11 @@ def _measure(options: Options, folder: Path, results: Results) -> None:
     flags = ("--workers", str(options.workers)) if options.workers > 1 else ()
     with ExitStack() as stack:
         client = stack.enter_context(running_client(folder))
-        router = stack.enter_context(running_router(folder / "cluster", options.model, Pace(), flags=flags))
+        router = stack.enter_context(
+            running_router(folder / "cluster", options.model, Pace(), flags=flags, is_elsewhere=options.elsewhere)
+        )
         echo, echo_url = stack.enter_context(running_echo(folder))
+        results.calls = router.calls
         rounds = Rounds(options.size, client, router, results)
         rounds.warm_up()
         for number in range(options.size.rounds):

@@ -32,13 +32,16 @@ class Figures:
 
 @dataclass(slots=True)
 class Results:
-    """Filled while the run goes on. `rounds`: cell -> its figures, one a round. `first_ms`: arm -> times to the first
+    """Filled while the run goes on. `calls`: the way by which the router calls its workers.
+
+    `rounds`: cell -> its figures, one a round. `first_ms`: arm -> times to the first
     token, of all rounds."""
 
     rounds: dict[str, list[Figures]] = field(default_factory=dict)
     first_ms: dict[str, list[float]] = field(default_factory=dict)
     routing: dict[str, dict[str, float]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    calls: str | None = None
 
     def keep(self, cell: str, figures: Figures) -> None:
         self.rounds.setdefault(cell, []).append(figures)

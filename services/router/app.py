@@ -31,6 +31,7 @@ from services.router.feeds import Feeds
 from services.router.fetch import FetchLimits, UrlFetcher
 from services.router.fetch_rules import FetchRules
 from services.router.headers import HttpProtocol
+from services.router.listener import inherited, listen
 from services.router.loop_lag import watch_loop_lag
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
@@ -41,10 +42,9 @@ from services.router.queue import AdmissionQueue
 from services.router.reach import ReachableWorkers
 from services.router.resolver import Resolver
 from services.router.routing.routing import Routing
-from services.router.settings import RouterSettings
+from services.router.settings import RouterSettings, share_of
 from services.router.tasks import owned_task, unwrapped_group
 from triptych.core.clock import Clock, SystemClock
-from triptych.core.errors import StartupError
 from triptych.core.ids import WorkerRef
 from triptych.core.ready_file import check_ready_file, write_ready_file
 from triptych.core.worker import Role, WorkerInfo
@@ -123,6 +123,7 @@ async def router_app(
     """The ASGI application; closes what it owns when the block ends. Raises StartupError."""
     clock = SystemClock()
     keyring = _keyring(settings)
+    max_queue = share_of(settings.max_queue, settings.workers)
     async with _reading(settings) as (reader, executor), _counting(settings, clock) as (meter, failures):
         door = Door(keyring, failures) if keyring else None
         chat = ChatService(
@@ -131,14 +132,15 @@ async def router_app(
             limits=ChatLimits(settings.max_body_bytes, settings.request_timeout_s, settings.strict),
             reader=reader,
             planner=model.planner,
-            pipeline=Pipeline(cluster.registry, channels, AdmissionQueue(settings.max_queue), clock, cluster.routing),
+            pipeline=Pipeline(cluster.registry, channels, AdmissionQueue(max_queue), clock, cluster.routing),
             executor=executor,
             clock=clock,
             new_detokenizer=model.new_detokenizer,
             token_bytes=model.token_bytes,
             context_tokens=cluster.context_tokens,
         )
-        yield build_api(chat, cluster.missing_roles, ByteBudget(settings.max_held_bytes), door, meter, drain)
+        budget = ByteBudget(share_of(settings.max_held_bytes, settings.workers))
+        yield build_api(chat, cluster.missing_roles, budget, door, meter, drain)
 
 
 @asynccontextmanager
@@ -165,7 +167,8 @@ async def _reading(settings: RouterSettings) -> AsyncIterator[tuple[MediaReader,
 @asynccontextmanager
 async def _counting(settings: RouterSettings, clock: Clock) -> AsyncIterator[tuple[Meter, Failures]]:
     """Where limits are kept: in this process, or in a Redis for all routers. Raises StartupError."""
-    meter, failures = LocalMeter(clock), LocalFailures(settings.failed_keys_per_minute, clock)
+    meter = LocalMeter(clock, settings.workers)
+    failures = LocalFailures(share_of(settings.failed_keys_per_minute, settings.workers), clock)
     if settings.redis_url is None:
         yield meter, failures
         return
@@ -204,7 +207,7 @@ async def serve(settings: RouterSettings) -> None:
     registry, channels = StaticRegistry(folder), LinedChannels(folder.token(), tls, host_id())
     reachable = ReachableWorkers(registry, channels, tls)
     cluster = Cluster(reachable, model.adapter)
-    with _listen(settings.host, settings.port) as listener, unwrapped_group():
+    with _listener(settings) as listener, unwrapped_group():
         drain = Drain()
         async with router_app(settings, model, cluster, channels, drain) as app:
             server = _Server(
@@ -308,15 +311,11 @@ async def _tend_workers(registry: StaticRegistry, cluster: Cluster, channels: Ch
         known = now
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises StartupError when the address is taken or is none of ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise StartupError(
-            f"cannot listen on port {port} of {host}: {error.strerror}; choose another --port"
-        ) from error
+def _listener(settings: RouterSettings) -> socket.socket:
+    """Raises StartupError."""
+    if settings.listen_fd is None:
+        return listen(settings.host, settings.port)
+    return inherited(settings.listen_fd)
 
 
 @contextmanager

@@ -77,6 +77,17 @@ class RouterSettings(TlsSettings):
     fetch_request_timeout_s: float = field(
         default=30.0, metadata={"help": "seconds for all URLs of one request", "min": 0.1, "max": 3600.0}
     )
+    workers: int = field(
+        default=1,
+        metadata={"help": "processes that share the port, each with its part of the limits", "min": 1, "max": 256},
+    )
+    listen_fd: int | None = field(
+        default=None,
+        metadata={"help": "descriptor of a socket that listens; each of several gets it", "min": 0},
+    )
+    supervisor_pid: int | None = field(
+        default=None, metadata={"help": "the process that this one ends with; one of several gets it", "min": 1}
+    )
     drain_timeout_s: float = field(
         default=30.0,
         metadata={
@@ -88,6 +99,11 @@ class RouterSettings(TlsSettings):
     strict: bool = field(default=False, metadata={"help": "refuse request parameters that would otherwise be ignored"})
     log_level: str = field(default="info", metadata={"help": "least level that is logged", "choices": LEVELS})
     log_format: str = field(default="text", metadata={"help": "how a record is written", "choices": ("text", "json")})
+
+
+def share_of(limit: int, num_processes: int) -> int:
+    """What each of several processes may have of a limit; together no more than all, where there is one for each."""
+    return max(1, limit // num_processes)
 
 
 def read_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> RouterSettings:

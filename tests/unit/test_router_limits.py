@@ -15,12 +15,15 @@ from services.router.admission.bucket import Bucket
 from services.router.admission.key_file import load_keyring
 from services.router.admission.keyring import Keyring
 from services.router.admission.ledger import Cost, Ledger, TooMuch
+from services.router.admission.meter import LocalMeter
 from services.router.admission.tenants import Rates, Tenant
 from services.router.app import Model
 from services.router.http import error_response
 from services.router.pipeline import Answer
+from services.router.settings import share_of
 from tests.unit import router_house
 from tests.unit.router_house import Api, error_of, picture, serve
+from triptych.core.clock import SystemClock
 from triptych.core.errors import NoRoom, RateLimited, RequestTooLarge
 
 model = router_house.model
@@ -216,3 +219,21 @@ async def test_a_ledger_that_nobody_leaves_is_found(
 def test_retry_after_is_rounded_up() -> None:
     for wait_s, shown in ((0.0, "1"), (1.01, "2"), (19.2, "20"), (1e9, "3600")):
         assert error_response(RateLimited("x", retry_after_s=wait_s)).headers["retry-after"] == shown
+
+
+def test_processes_of_one_router_share_a_tenants_limits() -> None:
+    tenant = Tenant("a", Rates(60.0, 1000.0, None), max_concurrent=5)
+    part = tenant.part(2)
+    assert part == Tenant("a", Rates(30.0, 500.0, None), max_concurrent=2)
+    assert tenant.part(1) == tenant
+    assert tenant.part(16).max_concurrent == 1, "none would be a tenant that may not come in at all"
+    assert [share_of(limit, 4) for limit in (256, 7, 1)] == [64, 1, 1]
+
+
+async def test_each_process_lets_a_tenant_have_its_part() -> None:
+    tenant = Tenant("a", max_concurrent=4)
+    meter = LocalMeter(SystemClock(), num_processes=2)
+    for number in range(2):
+        await meter.enter(tenant, f"req-{number}")
+    with pytest.raises(TooMuch):
+        await meter.enter(tenant, "req-2")

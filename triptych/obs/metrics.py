@@ -6,22 +6,28 @@ an address or anything that a caller wrote. A process exposes all of them; those
 
 from __future__ import annotations
 
+import os
 import ssl
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
+    CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from triptych.core.errors import StartupError
 from triptych.obs.metrics_server import start_metrics_server
 
 # A `_created` series beside each counter and histogram would double what a scrape carries and tell nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# The library's own name for it. Set before this module is loaded.
+MULTIPROCESS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 TARGET_GROWTH = 1.15
 FAR_GROWTH = 1.6
@@ -39,6 +45,16 @@ def around(low: float, near_low: float, near_high: float, high: float) -> tuple[
     """Fine bounds where targets lie (`near_low` to `near_high`), coarse ones out to `low` and `high`."""
     before = buckets(low, near_low, FAR_GROWTH)[:-1]
     return (*before, *buckets(near_low, near_high), *buckets(near_high, high, FAR_GROWTH)[1:])
+
+
+def _gauge(name: str, documentation: str, labels: tuple[str, ...] = ()) -> Gauge:
+    """Where several processes count together, the sum of those that live."""
+    return Gauge(name, documentation, labels, multiprocess_mode="livesum")
+
+
+def _least_gauge(name: str, documentation: str) -> Gauge:
+    """Where several processes count together, the least of those that live."""
+    return Gauge(name, documentation, multiprocess_mode="livemin")
 
 
 _STEP_BUCKETS = around(0.0005, 0.002, 0.5, 10.0)
@@ -63,7 +79,7 @@ REQUEST_SECONDS = Histogram(
     buckets=around(0.01, 0.1, 30.0, 600.0),
 )
 ROUTER_REPLAYS = Counter("triptych_router_replays_total", "Answers given to other workers after a failure", ("when",))
-ROUTER_QUEUE_DEPTH = Gauge("triptych_router_queue_depth", "Requests that wait for room in the cluster")
+ROUTER_QUEUE_DEPTH = _gauge("triptych_router_queue_depth", "Requests that wait for room in the cluster")
 FOLLOW_UP_TURNS = Counter(
     "triptych_follow_up_turns_total",
     "Answers in conversations that workers have served before, by whether the same ones served them again",
@@ -77,9 +93,9 @@ ROUTING_CHOICES = Counter(
 ROUTING_PASSED_OVER = Counter(
     "triptych_routing_passed_over_total", "Paths that were asked last, by what spoke against them", ("reason",)
 )
-ROUTING_FEEDS = Gauge("triptych_routing_feeds", "Workers that tell this router what they hold")
+ROUTING_FEEDS = _gauge("triptych_routing_feeds", "Workers that tell this router what they hold")
 ROUTING_RESYNCS = Counter("triptych_routing_resyncs_total", "Feeds of workers that were begun anew")
-ROUTER_INFLIGHT = Gauge("triptych_router_inflight_requests", "Requests that are being served")
+ROUTER_INFLIGHT = _gauge("triptych_router_inflight_requests", "Requests that are being served")
 PROMPT_TOKENS = Counter("triptych_prompt_tokens_total", "Prompt tokens of admitted requests, embedding rows included")
 COMPLETION_TOKENS = Counter("triptych_completion_tokens_total", "Tokens answered")
 MEDIA_ITEMS = Counter("triptych_media_items_total", "Pictures, videos and audio clips received", ("modality",))
@@ -91,7 +107,7 @@ MEDIA_FETCH_SECONDS = Histogram(
 )
 MEDIA_FETCH_BYTES = Counter("triptych_media_fetch_bytes_total", "Bytes of the pictures that were fetched")
 
-HELD_BYTES = Gauge("triptych_held_bytes", "Bodies and fetched pictures of the requests under way")
+HELD_BYTES = _gauge("triptych_held_bytes", "Bodies and fetched pictures of the requests under way")
 ROUTER_LOOP_LAG_SECONDS = Histogram(
     "triptych_router_event_loop_lag_seconds",
     "How much later than due the router's event loop came back to a task, ten times a second",
@@ -102,7 +118,7 @@ TENANT_REFUSALS = Counter(
     "triptych_tenant_refusals_total", "Chat requests beyond what their tenant may use", ("tenant", "reason")
 )
 AUTH_FAILURES = Counter("triptych_auth_failures_total", "Requests without a key that is known", ("reason",))
-SHARED_STATE_UP = Gauge("triptych_shared_state_up", "1 while the Redis that routers share answers, else 0")
+SHARED_STATE_UP = _least_gauge("triptych_shared_state_up", "1 while the Redis that routers share answers, else 0")
 TENANT_TOKENS = Counter("triptych_tenant_tokens_total", "Tokens that tenants used", ("tenant", "kind"))
 TENANT_PIXELS = Counter("triptych_tenant_pixels_total", "Pixels that tenants sent", ("tenant",))
 
@@ -121,7 +137,7 @@ ENCODER_BATCH_ITEMS = Histogram(
     "Items in one batch of the vision tower",
     buckets=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 48, 64),
 )
-ENCODER_QUEUE_DEPTH = Gauge("triptych_encoder_queue_depth", "Pictures that wait to be encoded")
+ENCODER_QUEUE_DEPTH = _gauge("triptych_encoder_queue_depth", "Pictures that wait to be encoded")
 MEDIA_PICTURES = Counter(
     "triptych_media_pictures_total", "Pictures that went through a media process, by what came of them", ("result",)
 )
@@ -130,9 +146,9 @@ MEDIA_SECONDS = Histogram(
     "One picture in a media process: decoded, turned and resized",
     buckets=around(0.0005, 0.002, 0.5, 30.0),
 )
-MEDIA_QUEUE_DEPTH = Gauge("triptych_media_queue_depth", "Pictures that wait for a media process")
+MEDIA_QUEUE_DEPTH = _gauge("triptych_media_queue_depth", "Pictures that wait for a media process")
 MEDIA_PROCESS_STARTS = Counter("triptych_media_process_starts_total", "Media processes started")
-EMBEDDING_CACHE_BYTES = Gauge("triptych_embedding_cache_bytes", "Bytes held by the embedding cache")
+EMBEDDING_CACHE_BYTES = _gauge("triptych_embedding_cache_bytes", "Bytes held by the embedding cache")
 EMBEDDING_CACHE_REQUESTS = Counter(
     "triptych_embedding_cache_requests_total", "Look-ups in the embedding cache", ("result",)
 )
@@ -140,26 +156,26 @@ EMBEDDING_CACHE_REQUESTS = Counter(
 # --- prefill ----------------------------------------------------------------------------------------------------------
 
 PREFILL_TOKENS = Counter("triptych_prefill_tokens_total", "Prompt tokens, computed or taken from the cache", ("kind",))
-PREFILL_QUEUE_DEPTH = Gauge("triptych_prefill_queue_depth", "Sequences that wait for a reservation")
-PREFILL_RUNNING = Gauge("triptych_prefill_running_sequences", "Sequences that hold a reservation")
+PREFILL_QUEUE_DEPTH = _gauge("triptych_prefill_queue_depth", "Sequences that wait for a reservation")
+PREFILL_RUNNING = _gauge("triptych_prefill_running_sequences", "Sequences that hold a reservation")
 EMBEDDING_SOURCE = Counter(
     "triptych_embedding_source_total", "Embeddings consumed, by where they came from", ("source",)
 )
-LANDING_BYTES = Gauge("triptych_landing_bytes", "Bytes of the landing arena for embeddings", ("state",))
-RADIX_PAGES = Gauge("triptych_radix_pages", "KV pages held by the radix tree")
+LANDING_BYTES = _gauge("triptych_landing_bytes", "Bytes of the landing arena for embeddings", ("state",))
+RADIX_PAGES = _gauge("triptych_radix_pages", "KV pages held by the radix tree")
 RADIX_LOOKUP_TOKENS = Counter("triptych_radix_lookup_tokens_total", "Prompt tokens looked up", ("result",))
 RADIX_EVICTED_PAGES = Counter("triptych_radix_evicted_pages_total", "KV pages evicted from the radix tree")
 
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 DECODE_TOKENS = Counter("triptych_decode_tokens_total", "Tokens sampled by decode steps")
-DECODE_RUNNING = Gauge("triptych_decode_running_sequences", "Sequences in the decode batch")
-DECODE_WAITING_KV = Gauge("triptych_decode_waiting_kv_sequences", "Granted sequences whose KV has not come yet")
+DECODE_RUNNING = _gauge("triptych_decode_running_sequences", "Sequences in the decode batch")
+DECODE_WAITING_KV = _gauge("triptych_decode_waiting_kv_sequences", "Granted sequences whose KV has not come yet")
 GRANTS = Counter("triptych_grants_total", "Answers to requests for KV room", ("result",))
 RETRACTIONS = Counter("triptych_retractions_total", "Answers that lost their KV pages to others", ("way",))
-DECODE_RETRACTED = Gauge("triptych_decode_retracted_sequences", "Sequences whose KV waits on the host for pages")
-HOST_POOL_BYTES = Gauge("triptych_host_pool_bytes", "Bytes of KV that wait on the host")
-KV_PAGES = Gauge("triptych_kv_pages", "Pages of the KV pool", ("state",))
+DECODE_RETRACTED = _gauge("triptych_decode_retracted_sequences", "Sequences whose KV waits on the host for pages")
+HOST_POOL_BYTES = _gauge("triptych_host_pool_bytes", "Bytes of KV that wait on the host")
+KV_PAGES = _gauge("triptych_kv_pages", "Pages of the KV pool", ("state",))
 
 # --- common -----------------------------------------------------------------------------------------------------------
 
@@ -170,10 +186,10 @@ STEP_TOKENS = Histogram(
 EMBEDDING_TRANSFER_BYTES = Counter(
     "triptych_embedding_transfer_bytes_total", "Bytes of embeddings written to a landing arena", ("transport",)
 )
-EMBEDDING_IN_FLIGHT_BYTES = Gauge(
+EMBEDDING_IN_FLIGHT_BYTES = _gauge(
     "triptych_embedding_in_flight_bytes", "Bytes of embeddings on their way to prefill workers and not acknowledged"
 )
-EMBEDDING_PARKED_ITEMS = Gauge(
+EMBEDDING_PARKED_ITEMS = _gauge(
     "triptych_embedding_parked_items", "Pictures with a slot that wait until their prefill worker acknowledges others"
 )
 KV_TRANSFER_BYTES = Counter("triptych_kv_transfer_bytes_total", "Bytes of KV written to a decode pool", ("transport",))
@@ -190,21 +206,26 @@ DATA_FRAMES_DROPPED = Counter(
 )
 FALLBACKS = Counter("triptych_fallbacks_total", "Times that a second-best way was taken", ("reason",))
 FAILPOINTS = Counter("triptych_failpoints_total", "Failpoints that fired", ("name",))
-TLS_EXPIRY = Gauge(
+TLS_EXPIRY = _least_gauge(
     "triptych_tls_expiry_timestamp_seconds",
     "When the certificate that this process shows is of no use any more, since the epoch; 0 without TLS",
 )
 CIRCUIT_OPENINGS = Counter(
     "triptych_circuit_openings_total", "Times that a worker was left alone for a while by one that sends", ("reason",)
 )
-OPEN_CIRCUITS = Gauge("triptych_open_circuits", "Workers to which this one sends nothing just now")
-MODEL_PARAMETERS = Gauge("triptych_model_parameters", "Parameters loaded", ("part",))
+OPEN_CIRCUITS = _gauge("triptych_open_circuits", "Workers to which this one sends nothing just now")
+MODEL_PARAMETERS = _gauge("triptych_model_parameters", "Parameters loaded", ("part",))
 ERRORS = Counter("triptych_errors_total", "Errors raised inside a stage", ("stage", "code"))
 
 
 def exposition() -> tuple[bytes, str]:
-    """All metrics of this process in Prometheus' text format, and its content type."""
-    return generate_latest(), CONTENT_TYPE_LATEST
+    """All metrics of this process in Prometheus' text format, and its content type; of all processes of a router that
+    has several, which count in a folder that they share."""
+    if MULTIPROCESS_FOLDER not in os.environ:
+        return generate_latest(), CONTENT_TYPE_LATEST
+    together = CollectorRegistry()
+    MultiProcessCollector(together)  # type: ignore[no-untyped-call]
+    return generate_latest(together), CONTENT_TYPE_LATEST
 
 
 def serve_metrics(host: str, port: int, tls: ssl.SSLContext | None = None) -> int:

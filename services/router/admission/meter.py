@@ -22,10 +22,12 @@ class Meter(Protocol):
 
 
 class LocalMeter:
-    """Counts in this process: with several routers a tenant has its limits at each."""
+    """Counts in this process: with several routers a tenant has its limits at each, with several processes of one
+    router its part of them (`num_processes`)."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, num_processes: int = 1) -> None:
         self._clock = clock
+        self._num_processes = num_processes
         self._ledgers: dict[str, Ledger] = {}  # as many as there are tenants
 
     async def enter(self, tenant: Tenant, request_id: str) -> None:
@@ -42,7 +44,7 @@ class LocalMeter:
 
     def ledger(self, tenant: Tenant) -> Ledger:
         if tenant.name not in self._ledgers:
-            self._ledgers[tenant.name] = Ledger(tenant, self.now_s())
+            self._ledgers[tenant.name] = Ledger(tenant.part(self._num_processes), self.now_s())
         return self._ledgers[tenant.name]
 
     def now_s(self) -> float:

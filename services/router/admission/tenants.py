@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triptych.rpc.convert import MAX_PRIORITY
 
@@ -18,6 +18,10 @@ class Rates:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     pixels_per_minute: float | None = None
+
+    def part(self, num_parts: int) -> Rates:
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.pixels_per_minute)
+        return Rates(*(None if limit is None else limit / num_parts for limit in limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,11 @@ class Tenant:
     priority: int = 0
     is_admin: bool = False
     is_trusted: bool = False
+
+    def part(self, num_parts: int) -> Tenant:
+        """What one of several processes lets it use: together they let it use no more than all, but one at a time."""
+        at_once = None if self.max_concurrent is None else max(1, self.max_concurrent // num_parts)
+        return replace(self, rates=self.rates.part(num_parts), max_concurrent=at_once)
 
     def priority_of(self, wished: int) -> int:
         return max(wished, self.priority)
