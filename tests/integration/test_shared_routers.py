@@ -15,6 +15,7 @@ from redis import Redis
 from tests.integration.test_router_process import Router, until
 from tests.redis_house import PASSWORD, RedisServer, running_redis
 
+PATIENCE_S = 60.0
 KEYS = {name: f"tk-of-{name}-0123456789" for name in ("rated", "placed")}
 FILE = f"""
 [tenants.rated]
@@ -45,7 +46,7 @@ def routers(tmp_path: Path, redis: RedisServer) -> Iterator[list[Router]]:
     try:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
-            flags = ("--port", "0", "--redis-password-file", str(password), "--redis-timeout-s", "2")
+            flags = ("--port", "0", "--redis-password-file", str(password), "--redis-timeout-s", "5")
             started.append(Router(tmp_path / name, *flags, environ=environ))
         yield started
     finally:
@@ -74,24 +75,28 @@ def num_places_taken(redis: RedisServer) -> int:
         return int(client.zcard("triptych:{placed}:running"))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_limits_hold_over_two_processes_and_a_killed_ones_part_comes_back(
     routers: list[Router], redis: RedisServer
 ) -> None:
+    for router in routers:
+        until(lambda log=router.log: "the API listens" in log.read_text(), PATIENCE_S)  # type: ignore[misc]
     first, second = (router.url() for router in routers)
+    began = time.monotonic()
     statuses = [ask(url, KEYS["rated"]) for _ in range(5) for url in (first, second)]
-    assert sorted(statuses) == [429] * 4 + [503] * 6
-    assert statuses[-2:] == [429, 429], "at both"
+    refilled = (time.monotonic() - began) * 6 / 60
+    assert 6 <= statuses.count(503) <= 6 + refilled, "apart each would let in all five of its own"
+    assert set(statuses) == {429, 503}
 
     with begun(first, KEYS["placed"]):
-        until(lambda: num_places_taken(redis) == 1)
+        until(lambda: num_places_taken(redis) == 1, PATIENCE_S)
         assert ask(second, KEYS["placed"]) == 429
         assert ask(first, KEYS["placed"]) == 429
-    until(lambda: num_places_taken(redis) == 0)
+    until(lambda: num_places_taken(redis) == 0, PATIENCE_S)
     assert ask(second, KEYS["placed"]) == 503
 
     held = begun(first, KEYS["placed"])
-    until(lambda: num_places_taken(redis) == 1)
+    until(lambda: num_places_taken(redis) == 1, PATIENCE_S)
     routers[0].process.kill()
     held.close()
     assert ask(second, KEYS["placed"]) == 429
