@@ -66,7 +66,7 @@ def _tables_of(path: Path) -> dict[str, Mapping[str, Any]]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise StartupError(f"the keys file cannot be read: {error.strerror}") from error
+        raise StartupError(f"the keys file {path.name} (--api-keys-file) cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         place = _PLACE.search(str(error))  # the rest may quote what stands there
         raise StartupError(f"{path.name} is not valid TOML{place[0] if place else ''}") from None
