@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.requests import Request
 
@@ -27,6 +28,7 @@ from services.router.mm_hashes import caller_hashes
 from services.router.pipeline import WORKER_ID, Pipeline
 from services.router.planner import Planner
 from services.router.responses import Envelope
+from services.router.routing.prompt import Prompt
 from services.router.stopwatch import Stopwatch
 from triptych.core.clock import Clock
 from triptych.core.errors import DeadlineExceeded, InvalidRequest, ModalityUnsupported, ModelNotFound
@@ -39,6 +41,8 @@ from triptych.text.detokenizer import IncrementalDetokenizer
 
 TIMELINE_HEADER = "x-triptych-timeline"
 TIMEOUT_HEADER = "x-triptych-timeout-s"
+SESSION_HEADER = "x-triptych-session-id"
+MAX_SESSION_CHARS = 256
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _MAX_LOGGED_NAMES = 8
 # What is tokenized and hashed on the event loop; more goes to a thread, which takes longer to wake than this takes.
@@ -88,7 +92,7 @@ class ChatService:
     async def _prepare(self, request: Request, began_s: float, limit: asyncio.Timeout) -> ChatAnswer:
         """`limit` is moved forward when the body asks for less time."""
         request_id: str = request.state.request_id
-        visit = visit_of(request)
+        visit, session = visit_of(request), session_of(request)
         timeline = Timeline("router", WORKER_ID, self.clock)
         stopwatch = Stopwatch(timeline)
         with timeline.span("parse"):
@@ -101,9 +105,8 @@ class ChatService:
             read = await self.reader.read_all(chat.media, request.state.held_bytes.take)
             media = [replace(one, caller_hash=name) for one, name in zip(read, hashes, strict=True)]
         with timeline.span("plan"):
-            plan = await self._plan(
-                chat, media, limit.when() or math.inf, tenant_salt(visit.tenant.name, chat.cache_salt)
-            )
+            salt = tenant_salt(visit.tenant.name, chat.cache_salt)
+            plan, prompt = await self._plan(chat, media, limit.when() or math.inf, salt, session)
         await visit.charge(_cost(plan, chat.num_choices))
         metrics.MEDIA_ITEMS.labels(Modality.IMAGE.value).inc(len(media))
         question = Question(
@@ -114,6 +117,7 @@ class ChatService:
             timeline=timeline,
             stopwatch=stopwatch,
             tenant=visit.tenant,
+            prompt=prompt,
         )
         job = ChatJob(
             question=question,
@@ -152,16 +156,39 @@ class ChatService:
         for_request(_log, request_id).warning("hashes of pictures were ignored", extra={"reason": found.complaint})
         return found.hashes
 
-    async def _plan(self, chat: ChatRequest, media: Sequence[Media], deadline_s: float, salt: bytes) -> Plan:
+    async def explain(self, request: Request) -> dict[str, Any]:
+        """For the body of a chat completion: which workers would be chosen for it now, and why. Nothing runs.
+
+        Raises what `answer` raises, and Unavailable where no workers could serve it."""
+        tenant, session = visit_of(request).tenant, session_of(request)
+        began_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                chat = parse_chat_request(await read_json_body(request, self.limits.max_body_bytes))
+                self._check(chat, request.state.request_id)
+                hashes = self._hashes(chat, tenant, request.state.request_id)
+                read = await self.reader.read_all(chat.media, request.state.held_bytes.take)
+                media = [replace(one, caller_hash=name) for one, name in zip(read, hashes, strict=True)]
+                deadline_s, salt = began_s + self.limits.request_timeout_s, tenant_salt(tenant.name, chat.cache_salt)
+                plan, prompt = await self._plan(chat, media, deadline_s, salt, session)
+        except TimeoutError:
+            raise DeadlineExceeded("the request was not complete within its time") from None
+        return self.pipeline.explain(plan, prompt)
+
+    async def _plan(
+        self, chat: ChatRequest, media: Sequence[Media], deadline_s: float, salt: bytes, session: str | None
+    ) -> tuple[Plan, Prompt]:
         loop = asyncio.get_running_loop()
         timeout_s = deadline_s - loop.time()
         if timeout_s <= 0:
             raise TimeoutError
-        if _is_small(chat, media):
-            return self.planner.plan(chat, media, self.context_tokens(), timeout_s, salt)
-        return await loop.run_in_executor(
-            self.executor, self.planner.plan, chat, media, self.context_tokens(), timeout_s, salt
-        )
+        context_tokens = self.context_tokens()
+
+        def make() -> tuple[Plan, Prompt]:
+            plan = self.planner.plan(chat, media, context_tokens, timeout_s, salt)
+            return plan, self.pipeline.new_prompt(plan, session)
+
+        return make() if _is_small(chat, media) else await loop.run_in_executor(self.executor, make)
 
 
 def _is_small(chat: ChatRequest, media: Sequence[Media]) -> bool:
@@ -178,6 +205,14 @@ def wished_timeout_s(request: Request) -> float:
     if not _SECONDS.fullmatch(text) or not 0 < float(text) <= MAX_TIMEOUT_S:
         raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
     return float(text)
+
+
+def session_of(request: Request) -> str | None:
+    """What the header says: which conversation this belongs to. Raises InvalidRequest."""
+    text = request.headers.get(SESSION_HEADER)
+    if text is not None and not 0 < len(text) <= MAX_SESSION_CHARS:
+        raise InvalidRequest(f"{SESSION_HEADER} must have 1 to {MAX_SESSION_CHARS} characters", param=SESSION_HEADER)
+    return text
 
 
 def _cost(plan: Plan, num_choices: int) -> Cost:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.answer_text import AnswerText, TextPiece
 from services.router.pipeline import Answer, Batch, Beside, Done, Event, Pipeline
+from services.router.routing.prompt import Prompt
 from services.router.stopwatch import Stopwatch
 from services.router.tasks import owned_task, unwrapped_group
 from triptych.core.errors import TriptychError
@@ -33,6 +34,7 @@ class Question:
     timeline: Timeline
     stopwatch: Stopwatch
     tenant: Tenant = ANYBODY
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Choices:
         asked = self._question
         timeline = None if beside else asked.timeline
         async with self._pipeline.answer(
-            asked.plan, asked.media, asked.request_id, timeline, beside, asked.tenant
+            asked.plan, asked.media, asked.request_id, timeline, beside, asked.tenant, asked.prompt
         ) as answer:
             self._answers[choice] = answer
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -53,6 +53,7 @@ def build_api(
     app.add_exception_handler(TriptychError, on_triptych_error)
     app.add_exception_handler(HTTPException, on_http_error)
     _add_chat(app, chat)
+    _add_debug(app, chat)
     _add_models(app, chat.model_name)
     _add_probes(app, missing_roles, drain)
     return app
@@ -90,6 +91,13 @@ def _add_chat(app: FastAPI, chat: ChatService) -> None:
     @app.post(CHAT_PATH, openapi_extra=_BODY_SCHEMA)
     async def chat_completions(request: Request) -> Response:
         return await chat.answer(request)
+
+
+def _add_debug(app: FastAPI, chat: ChatService) -> None:
+    @app.post("/debug/plan", openapi_extra=_BODY_SCHEMA)
+    async def plan(request: Request) -> Response:
+        """Which workers a chat completion would go to, and why. Where keys are configured, for admins."""
+        return JsonResponse(await chat.explain(request))
 
 
 def _add_models(app: FastAPI, name: str) -> None:

@@ -14,13 +14,14 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.router.admission.tenants import ANYBODY, Tenant
 from services.router.attempt import Attempt, Job, Progress
 from services.router.breakers import Breakers
 from services.router.placement import ClusterView
 from services.router.queue import AdmissionQueue
+from services.router.routing.explain import explain
 from services.router.routing.homes import Found
 from services.router.routing.prompt import Prompt
 from services.router.routing.routing import Routing
@@ -176,6 +177,11 @@ class Pipeline:
                 yield answer
             finally:
                 answer.is_wanted = False
+
+    def explain(self, plan: Plan, prompt: Prompt) -> dict[str, Any]:
+        """How the workers for it would be chosen now (`routing/explain.py`). Runs nothing. Raises Unavailable."""
+        view = ClusterView.of(self._registry.workers(), plan.model_fingerprint, self._breakers.avoided())
+        return explain(self.routing, view, prompt, turn=0)
 
     def new_prompt(self, plan: Plan, session: str | None = None) -> Prompt:
         """What routing needs of the plan. From any thread; it takes milliseconds for 100,000 tokens."""

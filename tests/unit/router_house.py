@@ -31,6 +31,7 @@ from services.router.drain import Drain
 from services.router.media import MediaLimits, MediaReader
 from services.router.openai_api import build_api
 from services.router.pipeline import Answer, Beside, Done, Pipeline
+from services.router.routing.prompt import Prompt
 from services.router.tasks import owned_task
 from tests.unit.demo_dir import demo_model_dir
 from triptych.core.clock import SystemClock
@@ -50,11 +51,15 @@ class ScriptedPipeline:
         self.tokens = tokens
         self.drive: Drive = self.say
         self.plans: list[Plan] = []
+        self.prompts: list[Prompt | None] = []
         self.media: list[Sequence[bytes]] = []
         self.beside: list[Beside | None] = []
         self.answers: list[Answer] = []
         self.num_cancelled = 0
         self.cancelled = asyncio.Event()
+
+    def new_prompt(self, plan: Plan, session: str | None = None) -> Prompt:
+        return Prompt.of(plan, {16}, session)
 
     @asynccontextmanager
     async def answer(
@@ -65,7 +70,9 @@ class ScriptedPipeline:
         timeline: Timeline | None,
         beside: Beside | None = None,
         tenant: Tenant = ANYBODY,
+        prompt: Prompt | None = None,
     ) -> AsyncIterator[Answer]:
+        self.prompts.append(prompt)
         self.plans.append(plan)
         self.media.append(media)
         self.beside.append(beside)
