@@ -43,6 +43,7 @@ from services.router.reach import ReachableWorkers
 from services.router.resolver import Resolver
 from services.router.routing.routing import Routing
 from services.router.settings import RouterSettings, share_of
+from services.router.supervisor import tell_of_listening
 from services.router.tasks import owned_task, unwrapped_group
 from triptych.core.clock import Clock, SystemClock
 from triptych.core.ids import WorkerRef
@@ -294,6 +295,8 @@ async def _announce(
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     _log.info("the API listens", extra={"url": url})
+    if settings.supervisor_pid is not None:
+        tell_of_listening(settings.supervisor_pid)
     while cluster.missing_roles():
         await reachable.changed()
     _log.info("every stage is ready", extra={"url": url})

@@ -4,7 +4,7 @@
         '--> process 0 .. N-1: `services.router --listen-fd FD`, each a whole router with its share of the limits
 
 A signal goes on to all of them, and each drains as one alone does. One that ends by itself is started again; if one
-ends in the first seconds, the start was no good, and all end. Their metrics are counted in files that all share,
+ends before any has listened, the start was no good, and all end. Their metrics are counted in files that all share,
 so whichever of them is asked answers for all. The kernel ends them when this process is gone.
 """
 
@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -32,18 +31,12 @@ from triptych.core.ready_file import check_ready_file, write_ready_file
 
 POLL_S: Final = 0.05
 RESTART_S: Final = 1.0
-# If one ends before this, the start was no good.
-START_S: Final = 5.0
+# A process of the router sends it to its supervisor when it listens.
+LISTENS: Final = signal.SIGUSR1
 METRICS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 _PR_SET_PDEATHSIG: Final = 1
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    popen: subprocess.Popen[bytes]
-    started_s: float
 
 
 def supervise(settings: RouterSettings, argv: Sequence[str]) -> int:
@@ -66,7 +59,7 @@ class Supervisor:
         self._metrics_folder = folder / "metrics"
         self._metrics_folder.mkdir()
         self._ready_files = [folder / f"ready-{index}.json" for index in range(settings.workers)]
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._due_s: dict[int, float] = dict.fromkeys(range(settings.workers), 0.0)
         self._is_stopping = False
         self._has_started = False
@@ -76,11 +69,10 @@ class Supervisor:
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
-        begun_s = time.monotonic()
+        signal.signal(LISTENS, self._note_start)
         while not (self._is_stopping and not self._processes):
             self._reap()
             if not self._is_stopping:
-                self._has_started |= time.monotonic() - begun_s > START_S
                 self._start_those_due()
                 self._announce()
             time.sleep(POLL_S)
@@ -89,14 +81,17 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._is_stopping = True
         for process in list(self._processes.values()):
-            process.popen.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+
+    def _note_start(self, number: int, frame: FrameType | None) -> None:
+        self._has_started = True
 
     def _start_those_due(self) -> None:
         now_s = time.monotonic()
         for index, due_s in list(self._due_s.items()):
             if now_s >= due_s:
                 del self._due_s[index]
-                self._processes[index] = _Process(self._start(index), now_s)
+                self._processes[index] = self._start(index)
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         """The last of two flags counts."""
@@ -111,17 +106,17 @@ class Supervisor:
 
     def _reap(self) -> None:
         for index, process in list(self._processes.items()):
-            if process.popen.poll() is None:
+            if process.poll() is None:
                 continue
             del self._processes[index]
-            self._forget_gauges(process.popen.pid)
+            self._forget_gauges(process.pid)
             self._ended(index, process)
 
-    def _ended(self, index: int, process: _Process) -> None:
-        status, lived_s = process.popen.returncode, time.monotonic() - process.started_s
+    def _ended(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.returncode
         if self._is_stopping:
             self._status = self._status or (status if status > 0 else 0)
-        elif lived_s < START_S and not self._has_started:
+        elif not self._has_started:
             self._status = status if status > 0 else 1
             self._pass_on(signal.SIGTERM, None)
         else:
@@ -139,6 +134,10 @@ class Supervisor:
             assert self._settings.ready_file is not None
             self._is_announced = True
             write_ready_file(self._settings.ready_file, self._ready_files[0].read_bytes())
+
+
+def tell_of_listening(supervisor_pid: int) -> None:
+    os.kill(supervisor_pid, LISTENS)
 
 
 def tie_to(supervisor_pid: int) -> None:

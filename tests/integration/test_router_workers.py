@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -79,7 +78,6 @@ def test_one_frozen_leaves_the_other_to_serve(tmp_path: Path) -> None:
 
 def test_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with running(tmp_path) as (router, url):
-        time.sleep(5.5)  # an end before that is a start that was no good
         killed, other = processes(router)
         refused(url)
         os.kill(killed, signal.SIGKILL)
@@ -116,7 +114,11 @@ def test_they_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_start_that_cannot_work_ends_all(tmp_path: Path) -> None:
     router = Router(tmp_path, "--port", "0", "--workers", "2", "--fetch-only", "not a place!")
-    assert router.process.wait(30) == 1
+    try:
+        assert router.process.wait(50) == 1
+    finally:
+        router.process.kill()
+        router.process.wait()
     assert Counter("Traceback" in line for line in router.log.read_text().splitlines())[True] == 0
 
 
