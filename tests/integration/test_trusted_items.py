@@ -135,7 +135,8 @@ async def test_what_is_known_crosses_the_wire_once(epd: InProcessCluster, stock:
     assert first.token_ids == again.token_ids
     assert len(first.events("fetch")) == 1
     assert not again.events("fetch") and not again.events("encode")
-    assert [event.source for event in again.events("radix_hit")] == [EmbeddingSource.RADIX]
+    assert {event.source for event in again.events("radix_hit")} <= {EmbeddingSource.RADIX}, "if it is asked at all"
+    assert not again.events("write")
     epd.clear_language_caches()
     third = await answer(epd, request)
     assert third.token_ids == first.token_ids

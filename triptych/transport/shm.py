@@ -32,8 +32,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from triptych.core.errors import StartupError, TransferRefused
 
 SHM_DIRECTORY: Final = Path("/dev/shm")
@@ -110,12 +108,13 @@ class SharedSegment:
     def _populate(self) -> None:
         advise = ctypes.CDLL(None).madvise
         for offset in range(0, self._num_bytes, _POPULATE_BYTES):
+            size = min(_POPULATE_BYTES, self._num_bytes - offset)
             try:
-                part = np.frombuffer(self._buffer[offset : offset + _POPULATE_BYTES], dtype=np.uint8)
+                part = (ctypes.c_char * size).from_buffer(self._buffer, offset)
             except ValueError:
                 return  # closed
             # Not by `mmap.madvise`, which keeps the interpreter's lock.
-            failed = advise(ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(part.nbytes), _MADV_POPULATE_WRITE)
+            failed = advise(ctypes.byref(part), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
             if failed:
                 return  # before Linux 5.14
 
