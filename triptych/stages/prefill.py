@@ -134,9 +134,9 @@ class _PrefillRun:
                     self._first_token = tokens[0]
                     yield pb.PrefillResponse(first_token=convert.token_to_proto(tokens[0]))
                 case HandedOff(token, num_bytes):
-                    self._committing = await self._start_commit(token, num_bytes)
+                    committing = await self._start_commit(token, num_bytes)
                     yield pb.PrefillResponse(first_token=convert.token_to_proto(token))
-                    await self._committing
+                    await committing
                 case Decoding():
                     yield self._done(None)
                     return
@@ -202,6 +202,7 @@ class _PrefillRun:
         a response than the commit, which is not waited for here."""
         self._first_token = token
         committing = asyncio.create_task(self._commit(token, num_bytes), name="kv-commit")
+        self._committing = committing  # before anything is awaited: a call that ends there takes it back
         await asyncio.sleep(0)  # it runs until it waits for the answer
         return committing
 

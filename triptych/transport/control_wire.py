@@ -10,6 +10,7 @@ answer. The receiver's first is empty: it was let in. All others are protobuf me
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket as sockets
 import stat
@@ -30,6 +31,8 @@ WELCOME: Final = b""
 FRAMES_A_TURN: Final = 32
 _LENGTH: Final = struct.Struct("<I")
 _UCRED: Final = struct.Struct("3i")
+
+_log = logging.getLogger(__name__)
 
 
 class FrameWire(asyncio.Protocol):
@@ -111,7 +114,15 @@ class FrameWire(asyncio.Protocol):
         if not self._is_paused:
             self._is_paused = True
             transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._deliver)
+        asyncio.get_running_loop().call_soon(self._deliver_rest)
+
+    def _deliver_rest(self) -> None:
+        """In a turn of its own, where the loop would only log what a taker raises, and nobody read on."""
+        try:
+            self._deliver()
+        except Exception:
+            _log.exception("a frame could not be taken, and its connection is closed")
+            self.close()
 
     def _go_on_reading(self, transport: asyncio.Transport) -> None:
         if self._is_paused:
