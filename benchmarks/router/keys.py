@@ -12,13 +12,13 @@ ECHO_RATIO = "req_per_s_vs_asgi_echo_200kb"
 ADDED_P99 = "added_p99_ms"
 VS_TURNS, VS_LEAST, ENCODES = "ttft_p50_vs_round_robin", "ttft_p50_vs_least_loaded", "encodes_per_unique_picture"
 ROUTING = (VS_TURNS, VS_LEAST, ENCODES)
-KEYS = (CPU_TEXT, CPU_PICTURE, ECHO_RATIO, ADDED_P99, *ROUTING)
+OVERHEAD = (CPU_TEXT, CPU_PICTURE, ECHO_RATIO, ADDED_P99)
+KEYS = (*OVERHEAD, *ROUTING)
 
 TEXT, TEXT_WHOLE = "text", "text, whole"
 PICTURE, PICTURE_WHOLE = "picture", "picture, whole"
 SATURATED, ECHO = "picture, saturated", "asgi echo"
 ROUTED, DIRECT = "through the router", "direct"
-NOT_YET = "the router has one way of placing requests so far"
 
 
 def all_keys(results: Results) -> Mapping[str, Key]:
@@ -27,7 +27,7 @@ def all_keys(results: Results) -> Mapping[str, Key]:
         CPU_PICTURE: results.median(PICTURE, "cpu_ms"),
         ECHO_RATIO: results.paired_ratio(SATURATED, ECHO, "req_per_s"),
         ADDED_P99: _added_p99_ms(results),
-        **{name: results.routing.get("keys", {}).get(name) for name in ROUTING},
+        **{name: results.routing.get(name) for name in ROUTING},
     }
     return {name: _key(results, name, value) for name, value in values.items()}
 
@@ -35,7 +35,7 @@ def all_keys(results: Results) -> Mapping[str, Key]:
 def _key(results: Results, name: str, value: float | None) -> Key:
     if value is not None:
         return Key(round(value, 3))
-    return Key(None, results.notes.get(name, NOT_YET if name in ROUTING else NOT_MEASURED))
+    return Key(None, results.notes.get(name, NOT_MEASURED))
 
 
 def _added_p99_ms(results: Results) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ from benchmarks.router.processes import StartFailed, cpu_s
 from benchmarks.router.results import Figures, Results, percentile
 from benchmarks.router.stage import Client, Loaded, LoadFailed, Router, running_client, running_echo, running_router
 from benchmarks.router.timing import Pace
+from benchmarks.routing import compare
+from benchmarks.routing.policies import OURS
 
 FAILURES = (StartFailed, LoadFailed, OSError)
 MAX_TOKENS = 32
@@ -22,16 +25,17 @@ MAX_TOKENS = 32
 @dataclass(frozen=True, slots=True)
 class Size:
     """How much is measured. CPU cells have few clients, so that each token of an answer comes alone, which is what
-    costs most; `saturating_clients` keep the router busy all the time."""
+    costs most; `saturating_clients` keep the router busy all the time. `seeds` of the runs in virtual time."""
 
     rounds: int
     requests: int
     seconds: float
+    seeds: int
     clients: int = 8
     saturating_clients: int = 48
 
 
-FULL, QUICK = Size(5, 150, 4.0), Size(1, 32, 1.0)
+FULL, QUICK = Size(5, 150, 4.0, compare.NUM_SEEDS), Size(1, 32, 1.0, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,27 @@ class Options:
 
 def run_all(options: Options) -> Results:
     results = Results()
+    if options.wants(*keys.ROUTING):
+        results.routing = placed(options.size.seeds)
+    if not options.wants(*keys.OVERHEAD):
+        return results
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
         try:
             _measure(options, Path(folder), results)
         except FAILURES as error:
-            _note(keys.KEYS[:4], error, results)
+            _note(keys.OVERHEAD, error, results)
     return results
+
+
+def placed(num_seeds: int) -> dict[str, float]:
+    """How requests are placed: the product's own picker in virtual time, over the same seeds as the others."""
+    print(f"placing, {num_seeds} seeds in virtual time:", flush=True)
+    outcomes = compare.run_all(compare.BUSY, num_seeds)
+    return {
+        keys.VS_TURNS: 1 / compare.ratio(outcomes, "round_robin", compare.ttft_p50).mean,
+        keys.VS_LEAST: 1 / compare.ratio(outcomes, "least_loaded", compare.ttft_p50).mean,
+        keys.ENCODES: statistics.fmean(map(compare.encodes, outcomes[OURS])),
+    }
 
 
 def _measure(options: Options, folder: Path, results: Results) -> None:

@@ -35,11 +35,11 @@ class Results:
     """Filled while the run goes on. `calls`: the way by which the router calls its workers.
 
     `rounds`: cell -> its figures, one a round. `first_ms`: arm -> times to the first
-    token, of all rounds."""
+    token, of all rounds. `routing`: its keys, from virtual time."""
 
     rounds: dict[str, list[Figures]] = field(default_factory=dict)
     first_ms: dict[str, list[float]] = field(default_factory=dict)
-    routing: dict[str, dict[str, float]] = field(default_factory=dict)
+    routing: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     calls: str | None = None
 
