@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,10 +40,24 @@ async def conversation(
     for question in FOLLOW_UPS:
         said = reference.tokenizer.decode(results[-1].token_ids, skip_special_tokens=True)
         asked = {"role": "user", "content": [{"type": "text", "text": question}]}
+        await router_has_heard(cluster)
         messages = (*prompts[-1].messages, {"role": "assistant", "content": said}, asked)
         prompts.append(replace(prompts[-1], kind="next turn", messages=messages))
         results.append(await cluster.generate(request_of(prompts[-1])))
     return prompts, results
+
+
+async def router_has_heard(cluster: InProcessCluster) -> None:
+    """That workers are idle again: who seems full is not asked, whatever it holds, and the pools are small here."""
+    await until_idle(cluster.workers)
+    index = cluster.pipeline.routing.index
+    async with asyncio.timeout(20):
+        for worker in cluster.workers:
+            engine = worker.language_engine
+            while engine is not None and (  # noqa: ASYNC110
+                (load := index.load(worker.ref)) is None or load.free_pages != engine.manager.num_available
+            ):
+                await asyncio.sleep(0.01)
 
 
 def counted() -> tuple[float, float]:

@@ -15,7 +15,7 @@ from threading import Barrier
 
 import pytest
 
-from services.router.app import _listen as router_listen
+from services.router.listener import listen as router_listen
 from triptych.cli import layout
 from triptych.cli.ports import HeldPorts, TakePort, is_free
 from triptych.cli.settings import UpSettings

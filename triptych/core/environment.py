@@ -54,6 +54,9 @@ _UP = {
 }
 _ROUTER = {
     "allow_url_fetch",
+    "listen_fd",
+    "supervisor_pid",
+    "workers",
     "api_keys",
     "api_keys_file",
     "failed_keys_per_minute",
